@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 import foci
+from foci.record.image_maps import MAX_STRIP_ENTRIES
 from foci.record.labels import Segment
+from foci.record.layer import Layer
+from tests.allocation import LargestTensor
 from tests.capture.vision_language import CASES, IMAGE, VIDEO, Case, to_merged_patches
 
 transformers = pytest.importorskip("transformers")
@@ -200,6 +203,41 @@ def test_the_tower_of_qwen_reads_squares_of_patches() -> None:
     assert row.shape == (24,)
 
 
+def test_a_tower_with_windows_has_patches_where_it_attends_to_the_whole_image() -> None:
+    case = CASES["qwen2.5-vl"]
+    model = build(case)
+    plain, marked = (record(model, case.inputs(case.draw(is_marked)))[0] for is_marked in (False, True))
+    labels = plain.labels["patches"]
+    assert labels.texts[0][:4] == ("0,0", "0,1", "1,0", "1,1")
+    assert labels.texts[0][8:12] == ("2,0", "2,1", "3,0", "3,1")
+    first, second = (seen.layers["model.visual.blocks.1.attn"].values for seen in (plain, marked))
+    position = int((first - second).norm(dim=-1).mean((0, 1)).argmax())
+    assert labels.texts[0][position] == "{},{}".format(*(number // 4 for number in case.spot))
+    assert plain.image_map("2,4", layer="model.visual.blocks.1.attn").shape == (6, 8)
+    assert sum("attends in windows" in note for note in plain.notes) == 1
+
+
+def test_the_tower_of_llama_4_reads_tiles_with_the_class_token_last() -> None:
+    case = CASES["llama4"]
+    model, images = build(case), [case.inputs(case.draw(is_marked)) for is_marked in (False, True)]
+    plain, marked = (record(model, inputs)[0] for inputs in images)
+    labels, name = plain.labels["patches"], "vision_model.model.layers.0.self_attn"
+    tiles = len(images[0]["pixel_values"])
+    assert labels.batch == tiles == plain.layers[name].shape[0]
+    assert {row[-1] for row in labels.texts} == {"class token"}
+    changes = (plain.layers[name].values - marked.layers[name].values).norm(dim=-1).mean(1)
+    pixels = (images[0]["pixel_values"] - images[1]["pixel_values"]).abs().sum(1)
+    size = model.config.vision_config.patch_size
+    changed = [tile for tile in range(tiles) if pixels[tile].any()]
+    assert changed
+    for tile in changed:
+        blocks = pixels[tile].unflatten(1, (-1, size)).unflatten(0, (-1, size)).sum((1, 3))
+        row, column = divmod(int(blocks.argmax()), blocks.shape[1])
+        assert labels.texts[tile][int(changes[tile].argmax())] == f"{row},{column}"
+    assert plain.image_map("class token", layer=name, batch=tiles - 1).shape == blocks.shape
+    assert labels.picture(tiles - 1, 0) is not None
+
+
 def test_images_that_do_not_fit_their_tokens_are_left_as_tokens() -> None:
     from foci.capture.huggingface.images import find_segments
 
@@ -226,3 +264,31 @@ def test_sixteen_frames_of_a_thousand_patches() -> None:
     assert found.shape == (frames, rows, columns)
     exact = (q[0, :, -1:] @ k[0].mT / 8**0.5).softmax(-1).mean(0)[0, :-text]
     torch.testing.assert_close(found.flatten(), exact, rtol=1e-3, atol=1e-7)
+    with LargestTensor() as memory:
+        words = dict(seen.words_for((0, 0, 0.2, 0.5)))
+    # A strip of rows; the matrix would have 2 x 16,008 x 16,008 entries.
+    assert memory.largest <= 2 * MAX_STRIP_ENTRIES
+    assert memory.peak < 2**27
+    inside = exact.view(frames, rows, columns)[:, :5, :20].sum()
+    assert words[str(length - 1)] == pytest.approx(float(inside), rel=1e-3)
+
+
+def test_a_long_text_that_many_patches_read() -> None:
+    """The patches attend to the text, as in a diffusion model: the columns of the words are read in strips."""
+    frames, rows, columns, text = 16, 25, 40, 1000
+    count = frames * rows * columns
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, count, 8), torch.randn(1, 2, text, 8)
+    _, weights = foci.attention(q, k, k, return_weights=True)
+    layer = Layer("cross", "", 0, queries="video", keys="prompt", weights=weights)
+    segments = [Segment("patches", 0, f * rows * columns, rows, columns, frame=f) for f in range(frames)]
+    video = foci.Labels("patches", (("",) * count,)).with_segments(segments)
+    prompt = foci.Labels.tokens([[f" word{number}" for number in range(text)]])
+    seen = foci.Record({"cross": layer}, {"video": video, "prompt": prompt})
+    with LargestTensor() as memory:
+        words = dict(seen.words_for((0, 0, 0.2, 0.5)))
+    # 32 million entries would be the matrix of both heads.
+    assert memory.largest <= 2 * MAX_STRIP_ENTRIES
+    chosen = q[0].view(2, frames, rows, columns, 8)[:, :, :5, :20].flatten(1, 3)
+    exact = (chosen @ k[0].mT / 8**0.5).softmax(-1).mean((0, 1))
+    torch.testing.assert_close(torch.tensor([words[f"word{number}"] for number in range(text)]), exact)

@@ -20,12 +20,17 @@ from foci.capture.hooks import hook_module
 from foci.capture.huggingface.images import watch_images
 from foci.capture.huggingface.naming import SEQUENCE_NAMES, modality_of_model
 from foci.capture.naming import is_inside
-from foci.record.labels import Labels, Segment
+from foci.record.labels import Labels, Segment, shrink_picture
 
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder
 
 SAMPLES_PER_SECOND = 16000
+# A remark on the record of a model whose tower attends in windows.
+WINDOWED_TOWER = (
+    "the vision tower attends in windows: each window of such a layer is recorded on its own (#2, #3, ...), without its"
+    " place in the image; layers that attend to the whole image have patches"
+)
 
 
 @contextmanager
@@ -92,6 +97,8 @@ def record_tower_labels(
         native = build_native_patch_labels(model.config, sizes.tolist())
         if native is not None:
             recorder.set_labels(label, native)
+        if hasattr(model.config, "window_size") and WINDOWED_TOWER not in recorder.record.notes:
+            recorder.record.notes.append(WINDOWED_TOWER)
         return
     states = getattr(out, "last_hidden_state", None)
     if not isinstance(states, Tensor) or states.dim() != 3 or get_ident() != recorder.thread:
@@ -101,7 +108,10 @@ def record_tower_labels(
         images = get_forward_argument(model, args, kwargs, "pixel_values")
         # An encoder inside the vision model gets its states: the images are those that were cut into patches.
         images = recorder.patch_grid.images if images is None else images
-        labels = build_patch_labels(model.config, images, batch, length)
+        if model.config.model_type == "llama4_vision_model":
+            labels = build_llama4_labels(model.config, images)
+        else:
+            labels = build_patch_labels(model.config, images, batch, length)
     else:
         labels = build_frame_labels(model.config, batch, length)
     if labels is not None:
@@ -136,16 +146,31 @@ def name_extra_tokens(config: Any, count: int) -> list[str]:
     return ["class token", *named, *(f"register {i}" for i in range(1, registers + 1))][:count]
 
 
-def build_native_patch_labels(config: Any, sizes: list[list[int]]) -> Labels | None:
-    """Labels of the tower of Qwen2-VL or its successors; None if it attends to several images or windows apart.
+def build_llama4_labels(config: Any, images: Any) -> Labels | None:
+    """Labels of the tower of Llama 4: every tile is a sequence, with the class token behind its patches."""
+    if not isinstance(images, Tensor) or images.dim() != 4:
+        return None
+    rows, columns = (size // config.patch_size for size in images.shape[2:])
+    texts = (("",) * (rows * columns) + ("class token",),) * len(images)
+    segments = [Segment("patches", tile, 0, rows, columns, image=tile, picture=tile) for tile in range(len(images))]
+    return Labels("patches", texts).with_segments(segments, [shrink_picture(each) for each in images_to_uint8(images)])
 
-    Its patches are in squares of `spatial_merge_size`, which become one token of the language model.
+
+def build_native_patch_labels(config: Any, sizes: list[list[int]]) -> Labels | None:
+    """Labels of the tower of Qwen2-VL or its successors; None if it attends to several images apart.
+
+    Its patches are in squares of `spatial_merge_size`, which become one token of the language model. A tower with
+    windows sorts the squares by window; the labels are those of its layers that attend to the whole image.
     """
-    if len(sizes) != 1 or sizes[0][0] != 1 or hasattr(config, "window_size"):
+    if len(sizes) != 1 or sizes[0][0] != 1:
         return None
     (_, rows, columns), merge = sizes[0], config.spatial_merge_size
-    numbers = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
-    order = tuple(numbers.transpose(1, 2).flatten().tolist())
+    numbers = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge).transpose(1, 2)
+    squares = [(row, column) for row in range(rows // merge) for column in range(columns // merge)]
+    if hasattr(config, "window_size"):
+        side = config.window_size // merge // config.patch_size
+        squares.sort(key=lambda place: (place[0] // side, place[1] // side))
+    order = tuple(number for row, column in squares for number in numbers[row, column].flatten().tolist())
     segment = Segment("patches", rows=rows, columns=columns, order=order)
     return Labels("patches", (("",) * (rows * columns),)).with_segments([segment])
 
