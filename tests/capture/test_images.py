@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import foci
+from foci.capture.generation_steps import CaptureError
 from foci.record.image_maps import MAX_STRIP_ENTRIES
 from foci.record.labels import Segment
 from foci.record.layer import Layer
@@ -147,6 +148,25 @@ def test_several_images_generated_words_and_the_processor() -> None:
     assert seen.image_map("w7", image=1, upsample=True).shape == (16, 16)
     with pytest.raises(ValueError, match="image must be from 0 to 1, got 2"):
         seen.image_map("w7", image=2)
+
+
+def test_answers_of_a_beam_search_are_read_in_one_pass() -> None:
+    """Beam search reorders the cache, so its steps are refused; a pass over its answers has the images of each."""
+    case = CASES["llava"]
+    model, inputs = build(case), case.inputs(case.draw())
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 4, "do_sample": False}
+    with (
+        pytest.raises(CaptureError, match=r"beam search.*watch one forward pass"),
+        foci.watch(model),
+        torch.no_grad(),
+    ):
+        answers = model.generate(**inputs, **options)
+    answers = model.generate(**inputs, **options)
+    pixels = inputs["pixel_values"].repeat(3, 1, 1, 1)
+    seen, _ = record(model, {"input_ids": answers, "pixel_values": pixels})
+    alone, _ = record(model, {"input_ids": answers[2:], "pixel_values": pixels[:1]})
+    last = answers.shape[1] - 1
+    torch.testing.assert_close(seen.image_map(last, batch=2), alone.image_map(last))
 
 
 def test_a_model_copied_inside_of_a_block_encodes_its_own_images() -> None:
