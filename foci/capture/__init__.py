@@ -15,6 +15,7 @@ diffusion: the denoising steps of a diffusion model, its prompt and its grid of 
 cross_attention: tells cross-attention from self-attention by the inputs of a module.
 token_ids: collects the token ids that the model reads, for the labels.
 layer_log: collects the calls of one layer and builds its Layer.
+pending_statistics: common calls, and statistics of several layers in one pass.
 generation_steps: joins the steps of a generation into one matrix.
 host_copy: copies statistics to the host in the background.
 look: runs a model on a text and records it.

@@ -117,6 +117,13 @@ class ModuleInputs:
             if not leaf._modules:
                 hook_module(block, recorder, leaf, note_call, before=False)
 
+    def tell_plain(self, name: str) -> tuple[bool, bool | None]:
+        """What `tell_cross` returns for a call of a module, if that is known without its tensors, and whether it is."""
+        inputs = self._inputs.get(name)
+        if not inputs:
+            return True, None
+        return len({each.address for each in inputs}) == 1, False
+
     def tell_cross(self, running: Iterable[str], q: Tensor, k: Tensor, v: Tensor) -> bool | None:
         """Whether the keys of a call are made from another tensor than its queries; None if the inputs do not tell.
 

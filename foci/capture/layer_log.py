@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,16 @@ from foci.capture.generation_steps import (
 )
 from foci.capture.host_copy import HostCopier
 from foci.capture.naming import LayerName
+from foci.capture.pending_statistics import PendingCall, PendingStatistics, PlainCall, compute_norms
 from foci.capture.windows import Windows
 from foci.record.kept import STATISTIC_AXES, Keep, KeptStatistics, TextPositions
 from foci.record.layer import Layer
 from foci.record.window_weights import WindowWeights
 from foci.weights.tensors import fingerprint
 from foci.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from foci.capture.recorder import Recorder
 
 # Statistics of the steps of a generation are computed for this many queries at once.
 MAX_PENDING_QUERIES = 256
@@ -51,6 +55,7 @@ class LayerLog:
         keep: statistics to keep; None keeps lazy weights.
         rows: the queries of each call to keep; None keeps all.
         host_copier: copies statistics to the host.
+        pending: computes the statistics of first calls, those of several layers together.
         passes: the number of the forward pass of each call.
         keys, queries: keys of the last call, and queries of all calls so far.
         first_call: queries and keys of the first call.
@@ -67,6 +72,7 @@ class LayerLog:
         key_memory: the storage and address of the last keys.
         shape: batch, heads and key/value heads.
         text: the queries and keys of the last call that are text, if only their weights are kept.
+        first_pending: the first call, if its statistics are computed with those of other layers.
         windows: how the layer cuts its grid of patches into windows, if it does.
     """
 
@@ -76,6 +82,7 @@ class LayerLog:
     keep: Keep | None
     rows: RowSelection
     host_copier: HostCopier
+    pending: PendingStatistics | None = None
     passes: list[int] = field(default_factory=list)
     keys: int = 0
     queries: int = 0
@@ -95,10 +102,34 @@ class LayerLog:
     shape: tuple[int, int, int] = (0, 0, 0)
     text: TextPositions | None = None
     windows: Windows | None = None
+    first_pending: PendingCall | None = None
 
     @property
     def is_cross(self) -> bool:
         return self.layer_name.is_cross
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the tensors of the first call were changed before its statistics were computed."""
+        return self.first_pending is not None and self.first_pending.is_lost
+
+    @classmethod
+    def from_plain_call(cls, recorder: Recorder, call: PlainCall, pending: PendingCall | None) -> LayerLog:
+        """The log of the first call of a module, a square matrix of self-attention."""
+        recorder.layer_names.fit_to_call(call.name, call.is_cross, "context")
+        batch, heads, length, _ = call.shape
+        log = cls(
+            call.name or recorder.record.model, recorder.layer_names.of(call.name), tuple(range(heads)),
+            recorder.keep, None, recorder.host_copier, recorder.pending,
+        )  # fmt: skip
+        log.first_call, log.shape, log.queries, log.keys = (length, length), (batch, heads, heads), length, length
+        log.passes, log.query_numbers, log.query_positions = [call.number], [range(length)], [range(length)]
+        if pending is None:
+            log._store(**log._new_value_norms(call.v))
+            log._add_step(call.to_weights(), call.v)
+        else:
+            log._set_first(pending, call.shape)
+        return log
 
     def is_continued_by(self, weights: Weights, k: Tensor) -> bool:
         """Whether a call continues the last one with these keys; raises if the key cache was changed in between."""
@@ -149,7 +180,7 @@ class LayerLog:
                 )
             self._store(**self.keep.compute_text(weights, self.text))
         elif not self.passes:
-            self._store(**self.keep.compute(weights), **self._new_value_norms(values))
+            self._add_pending(weights, values)
         else:
             self._add_kept_step(weights, values)
         self.passes.append(number)
@@ -164,7 +195,7 @@ class LayerLog:
 
     def _compare_key_prefix(self, weights: Weights, k: Tensor) -> None:
         """Notes the fingerprints of these keys, of which those of the last call must be a prefix."""
-        is_kept = self.keep is None and self.rows is None and k is weights.tensors.call.k
+        is_kept = self.rows is None and self.text is None and k is weights.tensors.call.k
         # Nearly always the first call is the only one; if its keys stay, the next call can compare them.
         if not self.is_cross and (self.passes or not is_kept):
             if self.passes and not self.fingerprints:
@@ -175,6 +206,12 @@ class LayerLog:
         self.key_memory = (StorageWeakRef(k.untyped_storage()), k.data_ptr())
 
     def _fingerprint_first_keys(self) -> Tensor:
+        if self.first_pending is not None and self.pending is not None:
+            if self.first_pending.keys is None:
+                self.pending.compute()
+            if self.first_pending.keys is None:
+                raise self._changed_keys_error()
+            return self.first_pending.keys
         assert self.weights is not None
         tensors, k = self.weights.tensors, self.weights.tensors.call.k
         if fingerprint(k) != tensors.fingerprint_of(k):
@@ -211,6 +248,19 @@ class LayerLog:
         self.weights = None if self.steps else weights
         self.last_keys, self.values = weights.tensors.call.k, values.detach()
         self.nbytes += count_step_bytes(weights) + self.last_keys.nbytes + values.nbytes
+
+    def _add_pending(self, weights: Weights, values: Tensor) -> None:
+        """Adds the first call of a layer whose statistics are kept."""
+        assert self.keep is not None and self.pending is not None
+        self._set_first(self.pending.add(weights, values), weights.shape)
+
+    def _set_first(self, pending: PendingCall, shape: tuple[int, ...]) -> None:
+        assert self.keep is not None
+        batch, heads, queries, keys = shape
+        self.first_pending = pending
+        self.stored.append(pending.stored)
+        self.keys_with_norms = keys if self.keep.values else 0
+        self.nbytes += self.keep.nbytes(batch, heads, queries, keys)
 
     def _add_kept_step(self, weights: Weights, values: Tensor) -> None:
         """Adds a later call whose statistics are kept: they are computed for many steps at once."""
@@ -251,8 +301,7 @@ class LayerLog:
             return {}
         new = values[:, :, self.keys_with_norms :] if self.keys_with_norms else values
         self.keys_with_norms = values.shape[2]
-        wide = torch.float64 if new.dtype == torch.float64 else torch.float32
-        return {"norms": torch.linalg.vector_norm(new.detach() if new.requires_grad else new, dim=-1, dtype=wide)}
+        return {"norms": compute_norms(new)}
 
     def _store(self, **computed: Tensor) -> None:
         """Stores the tensors computed for a call; with `keep`, they are copied to the host."""

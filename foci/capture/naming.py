@@ -62,11 +62,6 @@ def class_name_of(module: nn.Module) -> str:
     return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
-def describe_class(module: nn.Module) -> tuple[type, str]:
-    """What a layout depends on: the class of a module, and the name of its original class if it is scripted."""
-    return type(module), class_name_of(module)
-
-
 def outer_names(name: str) -> Iterator[str]:
     """The name of a module, and those of the modules around it."""
     while name:
@@ -129,7 +124,10 @@ class ModelLayout:
             if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2])
         ]
         self._outer_modules: dict[tuple[str, ...], frozenset[str]] = {}
-        # What `cross_attention` finds out about the modules, once.
+        self.convolutions = [name for name, module in modules.items() if isinstance(module, nn.Conv2d)]
+        # What other modules of foci find out about the modules, once.
+        self.windowed_modules: list[str] | None = None
+        self.transformers_modules: tuple[list[str], list[str]] | None = None
         self.sequence_parameters: dict[str, dict[str, int]] | None = None
         self.attention_modules = dict.fromkeys(find_attention_modules(class_names))
         self.cross_modules = {
@@ -193,9 +191,12 @@ class LayerNames:
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self.modules = {strip_compile_wrapper(name): module for name, module in modules}
+        self.modules = dict(modules)
+        if any("_orig_mod" in name for name in self.modules):
+            self.modules = {strip_compile_wrapper(name): module for name, module in modules}
         # Many watch blocks are opened around the same model.
-        key = tuple(self.modules), tuple(map(describe_class, self.modules.values()))
+        scripted = [each.original_name for each in self.modules.values() if isinstance(each, torch.jit.ScriptModule)]
+        key = tuple(self.modules), tuple(map(type, self.modules.values())), tuple(scripted)
         self.layout = get_or_make(LAYOUT_CACHE, MAX_CACHED_TENSORS, key, lambda: ModelLayout(self.modules))
         self.attention_modules = {name: self.modules[name] for name in self.layout.attention_modules}
         self.is_encoder_decoder = self.layout.is_encoder_decoder
@@ -205,6 +206,11 @@ class LayerNames:
         # By stack, the modules in the order of their first calls.
         self._called: dict[str, list[str]] = {}
         self._fitted: dict[str, tuple[bool | None, str]] = {}
+
+    def forget_modules(self) -> None:
+        """Keeps the names only, so that the model can be freed."""
+        nothing = nn.Module()
+        self.modules, self.attention_modules = {}, dict.fromkeys(self.attention_modules, nothing)
 
     def set(self, name: str, layer_name: LayerName) -> None:
         self.layer_names[name] = layer_name

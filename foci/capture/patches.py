@@ -46,10 +46,13 @@ class PatchGrid:
 
         # A model of `foci.nn` has imported its module.
         own = getattr(sys.modules.get("foci.nn.vision"), "VisionTransformer", ())
-        for _, module in recorder.modules:
-            if isinstance(module, nn.Conv2d) and cuts_patches(module):
-                hook_module(block, recorder, module, note_grid, before=False)
-            elif isinstance(module, own):
+        modules = recorder.layer_names.modules
+        for name in recorder.layer_names.layout.convolutions:
+            convolution = modules[name]
+            if isinstance(convolution, nn.Conv2d) and cuts_patches(convolution):
+                hook_module(block, recorder, convolution, note_grid, before=False)
+        for module in modules.values() if own else ():
+            if isinstance(module, own):
                 hook_module(block, recorder, module, note_own_grid, before=False)
 
     def label_grid(self, rows: int, columns: int, batch: int) -> Labels:

@@ -111,7 +111,7 @@ def name_attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         from foci.capture import huggingface
         from foci.capture.huggingface.naming import name_layers
 
-        transformers = huggingface.find_transformers_models(modules)
+        transformers = huggingface.find_transformers_models(names)
         for name, layer_name in name_layers(transformers.models, transformers.attention_modules):
             names.set(name, layer_name)
     found: dict[str, nn.Module] = {}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from foci.backends import run_plain_call_with_lse
 from foci.capture.cross_attention import ModuleInputs
 from foci.capture.diffusion import Denoising
 from foci.capture.generation_steps import CaptureError, count_step_bytes, take_heads
@@ -26,6 +27,7 @@ from foci.capture.host_copy import HostCopier
 from foci.capture.layer_log import LayerLog
 from foci.capture.naming import LayerName, LayerNames, is_inside, list_modules, strip_compile_wrapper
 from foci.capture.patches import PatchGrid
+from foci.capture.pending_statistics import PendingCall, PendingStatistics, PlainCall
 from foci.capture.token_ids import TokenIds
 from foci.capture.torch_functions import MODULE_CALL, record_intercepted_call
 from foci.capture.windows import WindowGrids
@@ -33,8 +35,9 @@ from foci.record.kept import Keep, TextPositions
 from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer, join_steps
 from foci.record.record import Record
-from foci.runtime.interception import get_interceptors
+from foci.runtime.interception import HANDLING, get_interceptors
 from foci.runtime.tracing import is_recomputation
+from foci.weights.tensors import fingerprint
 from foci.weights.weights import Weights, format_bytes
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("foci.capture")
 HEAD_NAME = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")
+
+LOST_REASON = "its queries or keys were changed in place after the call: pass clones to the call"
 
 
 def gather_whole(values: Any) -> Tensor:
@@ -52,6 +57,15 @@ def gather_whole(values: Any) -> Tensor:
 def active_recorders() -> tuple[Recorder, ...]:
     """The recorders of the open watch blocks of this thread, outermost first."""
     return tuple(each for each in get_interceptors() if isinstance(each, Recorder))
+
+
+def find_only_recorder() -> Recorder | None:
+    """The recorder that gets the next call of this thread, if nothing else does."""
+    interceptors = get_interceptors()
+    if len(interceptors) != 1 or HANDLING.depth or torch._C._len_torch_function_stack():
+        return None
+    only = interceptors[0]
+    return only if type(only) is Recorder and only.is_open else None
 
 
 class Recorder:
@@ -100,9 +114,15 @@ class Recorder:
         self.modules = list_modules(model)
         self.layer_names = LayerNames(self.modules)
         self.keep, self.rows, self.limit = keep, rows, limit
+        # Whether all calls are recorded in full, so that of common ones only the tensors are noted.
+        self.records_all = all(each is None for each in (layers, heads, rows, denoising))
+        self.records_all = self.records_all and (keep is None or not keep.keeps_text)
+        # Common calls, each the first one of its module, whose logs are made later.
+        self.plain_calls: dict[str, tuple[PlainCall, PendingCall | None]] = {}
         self.layers = None if layers is None else list(layers)
         self.heads = None if heads is None else group_heads_by_layer(heads)
         self.ablate = {name: HEAD_NAME.fullmatch(name) for name in ablate}
+        self.records_all = self.records_all and not self.ablate
         self.thread = threading.get_ident()
         self.names_by_id = {id(self.layer_names.modules[name]): name for name in self.layer_names.layout.recorded}
         self._entered: list[str] = []
@@ -117,6 +137,7 @@ class Recorder:
         self._text_positions: dict[tuple[int, int], tuple[Labels | None, tuple[int, ...] | None]] = {}
         self.token_ids = TokenIds(tokenizer)
         self.host_copier = HostCopier()
+        self.pending = None if keep is None else PendingStatistics(keep, self.host_copier)
         self.layer_logs: dict[str, LayerLog] = {}
         # The logs of a diffusion model by layer and denoising step.
         self.step_logs: dict[str, dict[int, LayerLog]] = {}
@@ -184,6 +205,7 @@ class Recorder:
     def enter_pass(self) -> None:
         """Begins a pass, unless one is running."""
         if not self._entered:
+            self._record_plain_calls()
             self._pass_number += 1
             self._calls_in_pass.clear()
 
@@ -201,6 +223,8 @@ class Recorder:
                 self._entered.pop()
             elif name in self._entered:
                 del self._entered[len(self._entered) - 1 - self._entered[::-1].index(name) :]
+            if not self._entered and self.pending is not None:
+                self.pending.compute()
 
     def count_run(self, name: str) -> None:
         """Notes that an attention module starts; called on its own, it is a pass."""
@@ -261,6 +285,7 @@ class Recorder:
 
     def fit_layer_name(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Fits the layer name of a module to the call that it makes: self-attention or cross-attention."""
+        self._record_plain_calls()
         is_cross = self.module_inputs.tell_cross(self.running_modules(), q, k, v)
         context = "context"
         if is_cross:
@@ -278,13 +303,61 @@ class Recorder:
         """Whether a module, or one inside it, made an attention call, recorded or not."""
         return name in self.attending_modules or any(is_inside(each, name) for each in self.attending_modules)
 
+    def run_plain_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
+        """Runs and records a common call of a module after a few comparisons; None for any other call.
+
+        Only its tensors are noted. The rest is made of them later: statistics when the pass ends, the layer when the
+        record is read.
+        """
+        if not self.records_all or self._open_logs or name not in self.run_counts or name in self._calls_in_pass:
+            return None
+        if self.keeps_own_calls or self.window_grids.has_any or not self.is_counting() or self._must_hide_from_dynamo:
+            return None
+        is_known, is_cross = self.module_inputs.tell_plain(name)
+        if not is_known or q.shape != k.shape or q.is_inference() or self.layer_names.of(name).is_cross:
+            return None
+        found = run_plain_call_with_lse(q, k, v, mask)
+        if found is None:
+            return None
+        out, lse = found
+        batch, heads, length, _ = q.shape
+        shape, original = (batch, heads, length, length), (fingerprint(q), fingerprint(k))
+        call = PlainCall(name, self._pass_number, shape, q, k, v, mask, lse, is_cross, original)
+        self._check_plain_limit(call)
+        self.count_call(name)
+        if self.pending is None:
+            self.plain_calls[name] = call, None
+        else:
+            self.plain_calls[name] = call.without_tensors(), self.pending.add(call, v)
+        return out
+
+    @property
+    def _must_hide_from_dynamo(self) -> bool:
+        """Whether a compiler was first used inside the block, and would trace this code."""
+        return not self._had_dynamo and "torch._dynamo" in sys.modules
+
+    def _check_plain_limit(self, call: PlainCall) -> None:
+        tensors = call.q, call.k, call.v, call.lse
+        size = sum(each.nbytes for each in tensors) if self.keep is None else self.keep.nbytes(*call.shape)
+        if not self.plain_calls or self._kept_bytes + size > self.limit:
+            log = LayerLog(call.name, self.layer_names.of(call.name), (), self.keep, None, self.host_copier)
+            self._check_limit(log, call.to_weights(), call.v)
+        self._kept_bytes += size
+
+    def _record_plain_calls(self) -> None:
+        """Makes the logs of the calls of `run_plain_call`."""
+        for call, pending in self.plain_calls.values():
+            self._log_counts[call.name] += 1
+            log = LayerLog.from_plain_call(self, call, pending)
+            self._open_logs[call.name, 1] = self.layer_logs[log.name] = log
+        self.plain_calls.clear()
+
     def record_call(self, name: str, weights: Weights | ShardedWeights, values: Tensor) -> None:
         """Records one attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
         if is_recomputation():
             return
         # A compiler that is first used inside the block would trace this code; it must not.
-        is_new = not self._had_dynamo and "torch._dynamo" in sys.modules
-        record = get_record_call_without_dynamo() if is_new else Recorder._record_call
+        record = get_record_call_without_dynamo() if self._must_hide_from_dynamo else Recorder._record_call
         record(self, name, weights, values)
 
     def _record_call(self, name: str, weights: Weights | ShardedWeights, values: Tensor) -> None:
@@ -355,7 +428,7 @@ class Recorder:
         """The log of a call in a denoising step; a module that is called twice in a step is two layers."""
         count = self._calls_in_pass[name]
         recorded_name = (name or self.record.model) + (f"#{count}" if count > 1 else "")
-        log = LayerLog(recorded_name, layer_name, heads, self.keep, self.rows, self.host_copier)
+        log = LayerLog(recorded_name, layer_name, heads, self.keep, self.rows, self.host_copier, self.pending)
         self.step_logs.setdefault(recorded_name, {})[step] = log
         self.layer_logs[f"{recorded_name} at step {step}"] = log
         return log
@@ -376,7 +449,7 @@ class Recorder:
         self._log_counts[name] += 1
         recorded_name = name or self.record.model
         recorded_name += f"#{self._log_counts[name]}" if self._log_counts[name] > 1 else ""
-        log = LayerLog(recorded_name, layer_name, heads, self.keep, self.rows, self.host_copier)
+        log = LayerLog(recorded_name, layer_name, heads, self.keep, self.rows, self.host_copier, self.pending)
         self._open_logs[key] = self.layer_logs[recorded_name] = log
         return log
 
@@ -403,11 +476,31 @@ class Recorder:
             )
 
     def fill_record(self) -> None:
-        """Fills the record with layers, labels and unseen modules; waits for copies from the GPU last."""
+        """Fills the record with layers, labels and unseen modules; waits for copies from the GPU last.
+
+        If the block recorded one pass of common calls, the layers and labels are made when they are first read.
+        """
+        if self.plain_calls and not self.layer_logs and self.patch_grid.images is None:
+            self._fill_later()
+            return
+        self._record_plain_calls()
         for log in self.layer_logs.values():
             log.finish()
         self._check_requested_names()
+        if self.pending is not None:
+            self.pending.compute()
         self.host_copier.start()
+        if self.pending is not None:
+            self.pending.split()
+        self._drop_lost_layers()
+        self._add_layers()
+        self._add_counts()
+        generated = [log for log in self.layer_logs.values() if len(log.passes) > 1 and not log.is_cross]
+        self.record.prompt = generated[0].first_call[0] if generated else None
+        self.host_copier.wait()
+        self.record.filling = False
+
+    def _add_layers(self) -> None:
         for name, log in () if self.step_logs else self.layer_logs.items():
             layer = log.build_layer()
             layer.queries = self.token_ids.label_name_for(layer.queries, log.passes)
@@ -419,14 +512,44 @@ class Recorder:
         self._label_windows()
         self._label_patches()
         self._name_known_contexts()
+
+    def _add_counts(self) -> None:
         self.record.calls, self.record.unseen = self.calls, self.list_unseen()
         compiled = find_compiled_modules(self.modules) if self.calls else []
         if compiled:
             self.record.notes.append(f"ran uncompiled inside foci.watch: {', '.join(compiled)}")
-        generated = [log for log in self.layer_logs.values() if len(log.passes) > 1 and not log.is_cross]
-        self.record.prompt = generated[0].first_call[0] if generated else None
-        self.host_copier.wait()
-        self.record.filling = False
+
+    def _fill_later(self) -> None:
+        """Computes what needs the model or would hold its memory, and leaves the rest to the record."""
+        if self.pending is not None:
+            self.pending.compute()
+            self.host_copier.wait()
+            self.pending.split()
+            lost = [name for name, (_, pending) in self.plain_calls.items() if pending is not None and pending.is_lost]
+            for name in lost:
+                del self.plain_calls[name]
+                self.mark_unseen(name, LOST_REASON)
+        self._add_counts()
+        record, self.record = self.record, Record(model=self.record.model)
+        # The record must not keep the model.
+        self.model, self.modules = nn.Module(), []
+        self.layer_names.forget_modules()
+        self.module_inputs, self.names_by_id = ModuleInputs(), {}
+        record.finish_later(self._finish_record)
+        record.filling = False
+
+    def _finish_record(self, record: Record) -> None:
+        """Adds the layers and labels to a record that is read for the first time."""
+        self.record = record
+        self._record_plain_calls()
+        self._add_layers()
+
+    def _drop_lost_layers(self) -> None:
+        """Reports layers without statistics as unseen."""
+        for name, log in [*self.layer_logs.items()]:
+            if log.is_lost:
+                del self.layer_logs[name]
+                self.mark_unseen(log.name, LOST_REASON)
 
     def _add_step_layers(self) -> None:
         """Adds the layers of a diffusion model, each with its denoising steps."""

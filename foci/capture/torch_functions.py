@@ -54,7 +54,19 @@ def record_intercepted_call(
 ) -> Any:
     """Runs an attention call that was intercepted, and records it if a module of the watched model makes it."""
     name = recorder.find_running_module()
+    if name is not None and function in PLAIN_CALLS and not is_seen_by_others():
+        plain = PLAIN_CALLS[function](*args, **kwargs)
+        if plain is not None:
+            out = recorder.run_plain_call(name, *plain)
+            if out is not None:
+                recorder.foci_calls += function is attention
+                return out
     return function(*args, **kwargs) if name is None else HANDLERS[function](recorder, name, function, args, kwargs)
+
+
+def is_seen_by_others() -> bool:
+    """Whether another block or a torch function mode gets the intercepted call, too."""
+    return is_intercepting() or torch._C._len_torch_function_stack() > 0
 
 
 def count_and_check(recorder: Recorder, name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -225,13 +237,21 @@ def handle_sdpa(
 
 def refuse_decomposed_call(args: PositionalArguments) -> None:
     """Raises if a tensor subclass makes the call for another one: nested tensors attend with parts of their memory."""
+    subclass = find_decomposing_class(args[0])
+    if subclass is not None:
+        raise ValueError(f"query and key must be plain tensors, got {subclass.__name__}: pad them")
+
+
+def find_decomposing_class(query: Tensor) -> type | None:
+    """The tensor subclass that makes the call for another one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not MODULE_CALL:
         if frame.f_code.co_name == "__torch_function__":
             subclass = frame.f_locals.get("cls")
-            if isinstance(subclass, type) and issubclass(subclass, Tensor) and not isinstance(args[0], subclass):
-                raise ValueError(f"query and key must be plain tensors, got {subclass.__name__}: pad them")
+            if isinstance(subclass, type) and issubclass(subclass, Tensor) and not isinstance(query, subclass):
+                return subclass
         frame = frame.f_back
+    return None
 
 
 def compute_without_dropout(call: SdpaCall) -> tuple[Tensor, Weights]:
@@ -402,6 +422,46 @@ def handle_softmax(
     return func(*args, **kwargs)
 
 
+def read_plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: Any,
+    mask: Any,
+    dropout: float,
+    return_weights: bool,
+    **others: Any,
+) -> PlainArguments | None:
+    """The arguments of `foci.attention` if they are the most common ones."""
+    if return_weights or dropout or score is not DEFAULT_SCORE or any(each is not None for each in others.values()):
+        return None
+    return query, key, value, mask
+
+
+def read_plain_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> PlainArguments | None:
+    """The arguments of F.scaled_dot_product_attention if they are the most common ones."""
+    if attn_mask is not None or dropout_p or (scale is not None and scale != query.shape[-1] ** -0.5):
+        return None
+    if find_decomposing_class(query) is not None:
+        return None
+    return query, key, value, causal if is_causal else None
+
+
+PlainArguments = tuple[Tensor, Tensor, Tensor, Any]
+PLAIN_CALLS: dict[Any, Callable[..., PlainArguments | None]] = {
+    F.scaled_dot_product_attention: read_plain_sdpa,
+    attention: read_plain_attention,
+}
 HANDLERS: dict[Any, Callable[[Recorder, str, Any, PositionalArguments, KeywordArguments], Any]] = {
     F.scaled_dot_product_attention: handle_sdpa,
     F.multi_head_attention_forward: handle_multi_head_attention,

@@ -183,7 +183,7 @@ def parse_ablate(ablate: Any) -> list[str]:
 
 def open_block(block: ExitStack, model: nn.Module, recorder: Recorder) -> None:
     with delay_interrupts():
-        found = huggingface.find_transformers_models(recorder.modules)
+        found = huggingface.find_transformers_models(recorder.layer_names)
         hook_modules(block, recorder, [*recorder.layer_names.attention_modules, *found.attention_modules])
         recorder.module_inputs.watch(block, recorder)
         recorder.patch_grid.watch(block, recorder)

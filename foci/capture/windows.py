@@ -73,11 +73,17 @@ class WindowGrids:
     def __init__(self) -> None:
         self._grids: dict[str, tuple[nn.Module, int, int]] = {}
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._grids)
+
     def watch(self, block: ExitStack, recorder: Recorder) -> None:
         """Notes the grid of every layer that attends in windows, until the block closes."""
-        for name, module in recorder.layer_names.modules.items():
-            if is_windowed(module):
-                hook_module(block, recorder, module, self._make_hook(name), before=True, with_kwargs=True)
+        layout, modules = recorder.layer_names.layout, recorder.layer_names.modules
+        if layout.windowed_modules is None:
+            layout.windowed_modules = [name for name, module in modules.items() if is_windowed(module)]
+        for name in layout.windowed_modules:
+            hook_module(block, recorder, modules[name], self._make_hook(name), before=True, with_kwargs=True)
 
     def _make_hook(self, name: str) -> Callable[..., None]:
         def note_grid(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

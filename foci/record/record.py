@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from foci.record.metrics import HEAD_SCORES, ScoreTotals
 from foci.runtime.checks import PICTURE_SUFFIXES, parse_suffix
 
 RECORD_KEY = re.compile(r"(?:(?P<stack>[^.#]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?(?P<again>#\d+)?")
+# What a record of `foci.watch` makes when it is first read, one thread at a time.
+DEFERRED_FIELDS = ("layers", "labels")
+FINISH_LOCK = RLock()
 # The file formats of `Record.save`.
 SAVE_SUFFIXES = (".foci", *PICTURE_SUFFIXES)
 
@@ -65,10 +69,34 @@ class Record:
         self.prompt, self.answer, self.notes = prompt, answer, list(notes)
         # Whether the watch block that fills the record is still open.
         self.filling = False
+        # Adds the layers and labels when they are first read; None: they are there.
+        self._finish: Callable[[Record], None] | None = None
         # Totals of added records, and of the record's own layers, which are computed on demand.
         self.sequences = 1
         self._added_totals: dict[str, ScoreTotals] = {}
         self._own_totals: dict[str, ScoreTotals] = {}
+
+    def finish_later(self, finish: Callable[[Record], None]) -> None:
+        """Lets a function add the layers and labels when they are first read. Used by foci.capture."""
+        self._finish = finish
+        del self.layers, self.labels
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for missing attributes only. The lock is that of all records: making layers takes microseconds.
+        if name not in DEFERRED_FIELDS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with FINISH_LOCK:
+            finish = self.__dict__.get("_finish")
+            if finish is not None:
+                self.layers, self.labels, self._finish = {}, {}, None
+                finish(self)
+        if name not in self.__dict__:
+            raise AttributeError(name)
+        return self.__dict__[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copied and pickled records have their layers."""
+        return self.__dict__ | {"layers": self.layers, "labels": self.labels, "_finish": None}
 
     @classmethod
     def from_tensors(

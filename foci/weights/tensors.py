@@ -54,6 +54,14 @@ class TrackedTensors:
                     " (pass a clone to the call, or read the weights before changing it)"
                 )
 
+    def set_fingerprint(self, tensor: Tensor, original: tuple[Any, ...]) -> None:
+        """Replaces the fingerprint of a tensor by an earlier one, that of the call."""
+        self._fingerprints = [(n, each, original if each is tensor else known) for n, each, known in self._fingerprints]
+
+    def is_changed(self) -> bool:
+        """Whether a tensor was changed, moved or freed since the call."""
+        return any(fingerprint(tensor) != original for _, tensor, original in self._fingerprints)
+
     def fingerprint_of(self, tensor: Tensor) -> tuple[Any, ...]:
         """The fingerprint of one of the tensors when the weights were made."""
         return next(original for _, tracked, original in self._fingerprints if tracked is tensor)

@@ -20,7 +20,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from foci.capture.huggingface.inputs import watch_inputs
 from foci.capture.huggingface.interface import observe_interface
 from foci.capture.huggingface.naming import find_encoder_and_decoder, find_owner, name_layers
 from foci.capture.huggingface.switch import switch_implementation
-from foci.capture.naming import is_inside
+from foci.capture.naming import LayerNames, is_inside
 
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder
@@ -49,18 +49,22 @@ class TransformersModels:
     attention_modules: dict[str, nn.Module]
 
 
-def find_transformers_models(modules: Iterable[tuple[str, nn.Module]]) -> TransformersModels:
+def find_transformers_models(names: LayerNames) -> TransformersModels:
     """The transformers models among the modules of a model."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return TransformersModels({}, {})
-    models = {name: module for name, module in modules if isinstance(module, modeling.PreTrainedModel)}
-    attention_modules = {
-        name: module
-        for name, module in (modules if models else ())
-        if attention_source_of(type(module)) and any(is_same_or_inside(name, outer) for outer in models)
-    }
-    return TransformersModels(models, attention_modules)
+    modules = names.modules
+    if names.layout.transformers_modules is None:
+        models = [name for name, module in modules.items() if isinstance(module, modeling.PreTrainedModel)]
+        attention_modules = [
+            name
+            for name, module in (modules.items() if models else ())
+            if attention_source_of(type(module)) and any(is_same_or_inside(name, outer) for outer in models)
+        ]
+        names.layout.transformers_modules = models, attention_modules
+    found = ({name: modules[name] for name in each} for each in names.layout.transformers_modules)
+    return TransformersModels(*found)
 
 
 @contextmanager

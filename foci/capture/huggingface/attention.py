@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from foci.call import DEFAULT_SCORE, attention
 from foci.capture.huggingface.masks import DeferredMask, build_attention_mask, is_watch_active
 from foci.capture.huggingface.switch import implementation_before_watch
+from foci.capture.recorder import Recorder, find_only_recorder
 from foci.capture.torch_functions import choose_identical_backend
 from foci.masks.base import Mask, as_mask
 from foci.masks.kinds import causal, window
@@ -26,6 +27,8 @@ IMPLEMENTATION = "foci"
 
 # Options of some models that foci does not implement and that would change the output.
 UNSUPPORTED_OPTIONS = {"cache": "a paged cache", "block_indices": "blocks chosen by index"}
+# Options that change the matrix.
+OTHER_OPTIONS = (*UNSUPPORTED_OPTIONS, "softcap", "s_aux", "position_bias", "indices")
 
 
 def register() -> None:
@@ -50,7 +53,42 @@ def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """One attention of a transformers model: (B, H, Tq, D) in, (B, Tq, H, Dv) out, with weights if requested."""
+    recorder = find_only_recorder() if attention_mask is None else None
+    out = None if recorder is None else run_watched_call(recorder, module, query, key, value, **options)
+    if out is not None:
+        return out.transpose(1, 2).contiguous(), None
     return translate_call(attention, module, query, key, value, attention_mask, **options)
+
+
+def run_watched_call(
+    recorder: Recorder,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """Runs and records the most common call of a watched model without translating it; None for any other call."""
+    if (
+        (dropout and module.training)
+        or needs_weights(others)
+        or (scaling or query.shape[3] ** -0.5) != query.shape[3] ** -0.5
+    ):
+        return None
+    if any(others.get(name) is not None for name in OTHER_OPTIONS) or is_in_static_cache(key):
+        return None
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        return None
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    name = recorder.names_by_id.get(id(module))
+    mask = causal if is_causal and query.shape[2] > 1 else None
+    out = None if name is None else recorder.run_plain_call(name, query, key, value, mask)
+    recorder.foci_calls += out is not None
+    return out
 
 
 def translate_call(

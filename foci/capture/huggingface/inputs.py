@@ -31,6 +31,8 @@ WINDOWED_TOWER = (
     "the vision tower attends in windows: each window of such a layer is recorded on its own (#2, #3, ...), without its"
     " place in the image; layers that attend to the whole image have patches"
 )
+# Cached results of `list_forward_parameters`.
+FORWARD_PARAMETERS: dict[type[nn.Module], tuple[str, ...]] = {}
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def watch_inputs(
             for module in modules:
                 action = make_token_id_hook(label, recorder)
                 hook_module(stack, recorder, module, action, before=True, with_kwargs=True)
-                if "pixel_values" in inspect.signature(module.forward).parameters:
+                if "pixel_values" in list_forward_parameters(type(module)):
                     watch_images(stack, label, module, recorder, get_forward_argument)
         for module in owners.values():
             tower = tower_label_of(module, encoder_and_decoder)
@@ -72,11 +74,18 @@ def make_token_id_hook(label: str, recorder: Recorder) -> Callable[..., None]:
     return hook
 
 
+def list_forward_parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the arguments of a module's forward; inspecting them takes as long as opening a block."""
+    if module_class not in FORWARD_PARAMETERS:
+        FORWARD_PARAMETERS[module_class] = tuple(inspect.signature(module_class.forward).parameters)[1:]
+    return FORWARD_PARAMETERS[module_class]
+
+
 def get_forward_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """An argument of a forward call, passed by position or by name."""
     if name in kwargs or not args:
         return kwargs.get(name)
-    names = list(inspect.signature(module.forward).parameters)
+    names = list_forward_parameters(type(module))
     return args[names.index(name)] if name in names[: len(args)] else None
 
 
