@@ -5,7 +5,7 @@ B batch, T tokens, S tokens of the context, H heads, G key/value heads, D head w
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from foci.nn.positions import BucketTable, RelativeTable, Rotary
 from foci.runtime.argument_names import hide_catch_all, refuse_arguments
 from foci.scores import Dot, Score
 from foci.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from foci.sharding.modules import ModuleShards
 
 SCORE_MODULES: dict[str, type[nn.Module]] = {"additive": AdditiveScore, "general": GeneralScore, "cosine": CosineScore}
 
@@ -50,6 +53,9 @@ class Attention(nn.Module):
         dropout: the dropout rate of the attention weights during training.
         biases: whether the projections have biases.
     """
+
+    # Set where this process has only a part of the heads or tokens: see foci.training.parallel.
+    shards: ModuleShards | None = None
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class Attention(nn.Module):
         mask: Mask | Tensor | None = None,
         positions: Tensor | None = None,
         cache: Cache | None = None,
+        counts: tuple[int, int] | None = None,
         return_weights: bool = False,
         **unknown: Never,
     ) -> Tensor | tuple[Tensor, Weights]:
@@ -95,6 +102,7 @@ class Attention(nn.Module):
             positions: the tokens' positions for `rotary`, (T,) or (B, T); None: in order, after those in the cache.
             cache: keys and values of earlier tokens during generation. A context is projected once, when its cache is
                 empty.
+            counts: (tokens, tokens of the context) of all processes, if they are sharded.
             return_weights: also return the attention weights (B, H, T, S), as a lazy operator.
         """
         if misplaced or unknown:
@@ -113,6 +121,10 @@ class Attention(nn.Module):
             "positions": key_positions,
             "dropout": self.dropout if self.training else 0.0,
         }
+        if self.shards is not None:
+            options["return_weights"] = return_weights
+            result = self.shards.attend(attention, (q, k, v), counts, options)
+            return (self._project_output(result[0]), result[1]) if return_weights else self._project_output(result)
         if not return_weights:
             return self._project_output(attention(q, k, v, **options))
         out, weights = attention(q, k, v, **options, return_weights=True)

@@ -69,6 +69,7 @@ class Block(nn.Module):
         memory_mask: Mask | Tensor | None = None,
         positions: Tensor | None = None,
         caches: tuple[Cache | None, Cache | None] = (None, None),
+        counts: tuple[int, int] | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Weights]]:
         """(B, T, width) -> (B, T, width); with return_weights also {"own": Weights, "cross": Weights}.
@@ -79,17 +80,21 @@ class Block(nn.Module):
             mask, memory_mask: the masks of self-attention and of cross-attention.
             positions: the tokens' positions, for rotary.
             caches: the caches of the tokens and of the memory, during generation.
+            counts: (tokens, tokens of the memory) of all processes, if they are sharded.
             return_weights: also return the attention weights.
         """
         weights: dict[str, Weights] = {}
 
         def attend_self(y: Tensor) -> Tensor:
-            result = self.attention(y, mask=mask, positions=positions, cache=caches[0], return_weights=return_weights)
+            own = None if counts is None else (counts[0], counts[0])
+            options = {"mask": mask, "positions": positions, "cache": caches[0], "counts": own}
+            result = self.attention(y, **options, return_weights=return_weights)
             return collect_weights(result, weights, "own")
 
         def attend_memory(y: Tensor) -> Tensor:
             assert self.cross is not None
-            result = self.cross(y, memory, mask=memory_mask, cache=caches[1], return_weights=return_weights)
+            options = {"mask": memory_mask, "cache": caches[1], "counts": counts}
+            result = self.cross(y, memory, **options, return_weights=return_weights)
             return collect_weights(result, weights, "cross")
 
         if memory is None and self.cross is not None:

@@ -6,7 +6,7 @@ B batch, T tokens, S tokens of the memory.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from foci.nn.layout import Layout
 from foci.nn.model import Model
 from foci.nn.positions import BucketTable
 from foci.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from foci.sharding.modules import ModuleShards
 
 Item = TypeVar("Item")
 
@@ -52,6 +55,8 @@ class Stack(Model):
 
     config_type = TransformerConfig
     config: TransformerConfig
+    # Set where this process has only a part of the tokens: see foci.training.parallel.
+    shards: ModuleShards | None = None
 
     def __init__(self, config: TransformerConfig, *, causal: bool, cross: bool = False) -> None:
         super().__init__()
@@ -88,6 +93,12 @@ class Stack(Model):
     ) -> Output:
         """Run all blocks, the final norm and the head; with only_last, the head of the last token only."""
         weights: dict[str, Weights] = {}
+        # How many tokens all processes have, if they are sharded; not while generating, which attends to a cache.
+        shards = None if self.shards is None or self.shards.cp == 1 or caches is not None else self.shards
+        counts = None if shards is None else (x.shape[1], 0 if memory is None else memory.shape[1])
+        if shards is not None:
+            positions = shards.take_positions(positions, x.shape[1], x.device)
+            x, memory = shards.take_tokens(x), None if memory is None else shards.take_tokens(memory)
         # Weights hold the tensors that checkpointing would free, so return_weights turns checkpointing off.
         recompute = self.config.checkpoint and torch.is_grad_enabled() and not return_weights
         for i, block in enumerate(self.blocks):
@@ -97,6 +108,7 @@ class Stack(Model):
                 memory_mask=masks[1],
                 positions=positions,
                 caches=(None, None) if caches is None else caches.layers[i],
+                counts=counts,
                 return_weights=return_weights,
             )
             result = checkpoint(run, x, memory, use_reentrant=False) if recompute else run(x, memory)
@@ -104,6 +116,8 @@ class Stack(Model):
             weights |= {f"L{i}" if kind == "own" else f"cross.L{i}": each for kind, each in block_weights.items()}
         if self.norm is not None:
             x = self.norm(x)
+        if shards is not None and counts is not None:
+            x = shards.gather_tokens(x, counts[0])
         return Output(x, self._compute_logits(x[:, -1:] if only_last else x), weights)
 
     def _compute_logits(self, states: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ call_parts: masks, biases and scores of one part of the matrix
 local_call: the tensors and arguments of this process
 attention: `foci.attention` for DTensors
 weights: `ShardedWeights`, the lazy matrix behind the result
+modules: attention modules that have a part of the heads and tokens
 balance: an order of the tokens that gives every process the same work under a causal mask
 """
 

@@ -14,7 +14,8 @@ state: the counters of a run that a checkpoint saves
 evaluation: loss and metric on the dev set
 best_models: selects, saves and averages the best models
 checkpoint: atomic, checksummed checkpoints
-distributed: collective operations and sharding for one or many processes
+distributed: collective operations for one or many processes
+parallel: FSDP2, tensor and context parallelism
 progress: progress bar, log lines, metrics.jsonl and TensorBoard
 """
 

@@ -162,7 +162,8 @@ def gather_weights(learner: Learner) -> dict[str, Tensor]:
     weights = {}
     for name, tensor in iter_unique_tensors(learner.model):
         value = tensor.detach()
-        weights[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        weights[name] = (value[learner.orders[name].argsort()] if name in learner.orders else value).cpu()
     return weights
 
 
@@ -171,10 +172,12 @@ def load_full_weights(learner: Learner, weights: dict[str, Tensor]) -> None:
     """Copies unsharded weights into the model; each process takes its shard."""
     for name, tensor in iter_unique_tensors(learner.model):
         value: Any = weights[name].to(tensor.device)
+        if name in learner.orders:
+            value = value[learner.orders[name]]
         if isinstance(tensor, DTensor):
             from torch.distributed.tensor import distribute_tensor
 
-            value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(value)
 
 

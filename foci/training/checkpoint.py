@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from foci.runtime.durable_files import checksum_file, fsync_path, read_checked_json, write_checked_json
 from foci.runtime.safetensors_file import import_safetensors, write_tensors
@@ -32,8 +32,17 @@ FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
 MAX_CHECKPOINTS = 2
 
 
-def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], state: State, processes: Processes) -> None:
-    """Writes the checkpoint of a step; all processes must call it, each writes its own rows."""
+def save_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    state: State,
+    processes: Processes,
+    orders: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes the checkpoint of a step; all processes must call it, each writes its own rows.
+
+    `orders`: the order of the rows of tensors that are reordered in memory, by name.
+    """
     target = folder / f"{CHECKPOINT_PREFIX}{state.step:08d}"
     temporary = folder / f".{target.name}.part"
     if processes.is_first:
@@ -41,7 +50,7 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], state: State, p
         temporary.mkdir(parents=True)
     processes.barrier()
     try:
-        written = processes.all_gather(write_rows(temporary, tensors, processes))
+        written = processes.all_gather(write_rows(temporary, tensors, processes, orders or {}))
         if processes.is_first:
             content = {"format": CHECKPOINT_FORMAT, "state": asdict(state)}
             content |= {"files": {name: checksum for name, checksum, _ in written if name}}
@@ -62,14 +71,14 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], state: State, p
 
 
 def write_rows(
-    temporary: Path, tensors: Mapping[str, Tensor], processes: Processes
+    temporary: Path, tensors: Mapping[str, Tensor], processes: Processes, orders: Mapping[str, Tensor]
 ) -> tuple[str, int | None, dict[str, Any]]:
     """Writes this process's file; returns its name, its checksum, and the full shape and row range of each tensor."""
     own, rows = {}, {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            local = tensor.to_local().detach()
             first = row_offset(tensor, processes)
+            local = take_rows(tensor, first, processes, orders.get(name))
         elif processes.is_first:
             local, first = tensor.detach(), 0
         else:
@@ -82,6 +91,15 @@ def write_rows(
     file = f"rank-{processes.rank:05d}.safetensors"
     write_tensors(temporary / file, own)
     return file, checksum_file(temporary / file), {name: each | {"file": file} for name, each in rows.items()}
+
+
+def take_rows(tensor: DTensor, first: int, processes: Processes, order: Tensor | None) -> Tensor:
+    """The rows that this process saves; with tensor parallelism they are not those that it holds."""
+    if tensor.device_mesh.ndim == 1 and tensor.device_mesh.size() == processes.world:
+        return tensor.to_local().detach()
+    whole: Tensor = tensor.full_tensor().detach()
+    whole = whole if order is None else whole[order.argsort()]
+    return whole[first : first - (-len(whole) // processes.world)]
 
 
 def row_offset(tensor: DTensor, processes: Processes) -> int:
@@ -141,8 +159,10 @@ class Checkpoint:
         """Returns the best models of the checkpoint whose files are missing or damaged."""
         return [each for each in self.state.best if not each.is_intact(self.folder.parent.parent)]
 
-    def load_into(self, tensors: Mapping[str, Tensor], processes: Processes) -> None:
-        """Copies the saved values into tensors; the number of processes may have changed since saving."""
+    def load_into(
+        self, tensors: Mapping[str, Tensor], processes: Processes, orders: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Copies the saved values into tensors; the processes and their mesh may have changed since saving."""
         own = {name for name, tensor in tensors.items() if tensor.numel()}
         # A parameter that never had a gradient has no state in the optimizer.
         missing = sorted(name for name in own - self.tensors.keys() if not name.startswith("optimizer."))
@@ -158,11 +178,14 @@ class Checkpoint:
                 shapes = f"{tuple(tensor.shape)}, got {tuple(self.tensors[name]['shape'])}"
                 raise ValueError(f"{self.folder} does not fit the model: {name} must have the shape {shapes}")
             with torch.no_grad():
-                self._copy(name, tensor, processes)
+                self._copy(name, tensor, processes, (orders or {}).get(name))
 
-    def _copy(self, name: str, tensor: Tensor, processes: Processes) -> None:
+    def _copy(self, name: str, tensor: Tensor, processes: Processes, order: Tensor | None) -> None:
         local, first = tensor, 0
         if isinstance(tensor, DTensor):
+            if tensor.device_mesh.ndim > 1 or tensor.device_mesh.size() < processes.world:
+                tensor.copy_(self._distribute(name, tensor, order))
+                return
             local, first = tensor.to_local(), row_offset(tensor, processes)
         for file, start, rows in self.tensors[name]["shards"]:
             if local.dim() == 0:
@@ -171,6 +194,13 @@ class Checkpoint:
             begin, end = max(first, start), min(first + len(local), start + rows)
             if begin < end:
                 local[begin - first : end - first].copy_(self._files[file].get_slice(name)[begin - start : end - start])
+
+    def _distribute(self, name: str, tensor: DTensor, order: Tensor | None) -> DTensor:
+        """The saved tensor in the placements of another one."""
+        parts = [self._files[file].get_tensor(name) for file, _, _ in self.tensors[name]["shards"]]
+        whole = torch.cat(parts).to(tensor.device)
+        whole = whole if order is None else whole[order]
+        return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def load_newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:

@@ -15,6 +15,7 @@ from foci.nn.config import SEED_LIMIT, Config
 from foci.runtime.limits import MAX_CONFIG_BYTES, MAX_KEY_PARTS
 from foci.runtime.spelling import suggest_name
 from foci.tasks import find_task
+from foci.training.parallel import parse_parallel
 
 # Strings and comments of TOML, and dotted keys outside of them.
 TOML_TEXT = re.compile(r"\"{3}(?:\\.|[^\\])*?\"{3}|'{3}.*?'{3}|\"(?:\\.|[^\"\\\n])*\"|'[^'\n]*'|#[^\n]*", re.DOTALL)
@@ -57,6 +58,9 @@ class TrainConfig(Config):
     compile: bool = False  # use torch.compile, on cuda
     graphs: bool = False  # replay steps as CUDA graphs: faster for small models
     shard: bool = False  # several processes: shard weights and optimizer state (FSDP2), for large models
+    parallel: str = (
+        ""  # sizes such as fsdp=2,tp=2,cp=2: share weights and batches, heads, and tokens of several processes
+    )
     ahead: int = 2  # batches prepared in advance, on cuda or by each worker
     workers: int = 0  # processes that prepare batches, for costly audio and image augmentation; 0: a thread
 
@@ -78,6 +82,11 @@ class TrainConfig(Config):
             raise ValueError(
                 "train.graphs must be false with train.shard, got both: CUDA graphs cannot capture a sharded model"
             )
+        if self.parallel:
+            parse_parallel(self.parallel)
+            for name in ("graphs", "compile", "shard"):
+                if getattr(self, name):
+                    raise ValueError(f"train.{name} must be false with train.parallel, got both")
         if not self.steps and self.epochs == 0:
             raise ValueError("train.steps or train.epochs must be above 0, got 0 for both")
 

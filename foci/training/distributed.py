@@ -1,17 +1,19 @@
-"""Collective operations and FSDP2 sharding for one or many training processes."""
+"""Collective operations for one or many training processes."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from foci.nn.block import Block
+from foci.training.parallel import Parallel, parse_parallel
 
 ValueT = TypeVar("ValueT")
 # Gradients are reduced in buckets of at most this many elements, which bounds the size of their flat copy.
@@ -25,6 +27,27 @@ class Processes:
     rank: int
     world: int
     device: torch.device
+    parallel: Parallel | None = None  # None: every process holds the whole model
+
+    @property
+    def copies(self) -> int:
+        """How many processes compute the same batch: those that share its heads and tokens."""
+        return 1 if self.parallel is None else self.parallel.tp * self.parallel.cp
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process's share of each batch."""
+        return self.rank // self.copies
+
+    @property
+    def data_world(self) -> int:
+        """How many shares a batch has."""
+        return self.world // self.copies
+
+    @property
+    def random_rank(self) -> int:
+        """Processes with the same number draw the same random numbers: those that share the heads."""
+        return self.rank // (1 if self.parallel is None else self.parallel.tp)
 
     @property
     def is_first(self) -> bool:
@@ -78,8 +101,9 @@ def bucket_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return buckets
 
 
-def init_processes(device: str) -> Processes:
+def init_processes(device: str, parallel: str = "", shard: bool = False) -> Processes:
     """Initializes the process group that torchrun describes; without torchrun, one process."""
+    sizes = parse_parallel(parallel) if parallel else None
     on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         raise ValueError(
@@ -90,32 +114,38 @@ def init_processes(device: str) -> Processes:
     here = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(here)
+    if sizes is not None and sizes.size != world:
+        raise ValueError(
+            f"train.parallel must multiply to the {world} processes that torchrun started, got {parallel!r},"
+            f" which needs {sizes.size}"
+        )
     if world == 1:
         return Processes(0, 1, here)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo")
-    return Processes(dist.get_rank(), dist.get_world_size(), here)
+    # PyTorch's advice on how it gathers tensors that two dimensions of a mesh shard; there is no other way.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    if shard:
+        sizes = Parallel(fsdp=world)
+    return Processes(dist.get_rank(), dist.get_world_size(), here, sizes)
+
+
+@contextmanager
+def explain_lost_processes() -> Iterator[None]:
+    """Turns the error of a collective operation whose other processes are gone into one sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Gloo has no type of its own for errors.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise ConnectionError(
+            "the connection to another process was lost: its own output says why it ended; earlier checkpoints are"
+            " intact, so start all processes again with --resume"
+        ) from error
 
 
 def destroy_processes() -> None:
     """Destroys the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def shard_model(model: nn.Module, processes: Processes) -> None:
-    """Shards the model with FSDP2: each process holds a shard of every weight, and a block is gathered when it runs."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(processes.device.type, (processes.world,))
-    for module in model.modules():
-        if isinstance(module, Block):
-            sum_gradients(fully_shard(module, mesh=mesh))
-    sum_gradients(fully_shard(model, mesh=mesh))
-
-
-def sum_gradients(module: Any) -> None:
-    """Makes FSDP2 sum gradients: losses are sums over targets, and the learner divides by all targets later."""
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)

@@ -23,8 +23,8 @@ def mean_loss(
     batches = group_by_size([task.size(example) for example in examples], budget, LENGTH_MULTIPLE)
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
     # Every process computes equally many batches, because a sharded model needs all of them in each forward.
-    for first in range(0, len(batches), processes.world):
-        index = first + processes.rank
+    for first in range(0, len(batches), processes.data_world):
+        index = first + processes.data_rank
         chosen = batches[index] if index < len(batches) else batches[first][:1]
         batch = task.batch([examples[i] for i in chosen], False, seeded_generator("evaluation", index))
         loss, count = task.loss(model, {name: tensor.to(processes.device) for name, tensor in batch.items()})
@@ -39,6 +39,7 @@ def score_answers(
     task: Task[Any, Any], model: nn.Module, examples: Sequence[Any], processes: Processes
 ) -> dict[str, float | str]:
     """Scores the model's answers with the task's metrics; the processes share the examples."""
+    # Only unsharded models are decoded, so that every process has a share of its own.
     own = examples[processes.rank :: processes.world]
     gathered = processes.all_gather(task.decode(model, own) if own else [])
     answers = [gathered[i % processes.world][i // processes.world] for i in range(len(examples))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +15,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from foci.nn.model import Model, iter_unique_tensors
 from foci.tasks.task import Task
 from foci.training.config import TrainConfig
-from foci.training.distributed import Processes, shard_model
+from foci.training.distributed import Processes
 from foci.training.graphed_steps import GraphedStep
+from foci.training.parallel import parallelize_model
 
 
 class Learner:
@@ -24,9 +26,11 @@ class Learner:
     def __init__(self, task: Task[Any, Any], model: Model, config: TrainConfig, processes: Processes) -> None:
         self.task, self.config, self.processes = task, config, processes
         self.model = model.to(processes.device).train()
-        if config.shard and processes.world > 1:
-            shard_model(self.model, processes)
-        self.sharded = config.shard and processes.world > 1
+        self.sharded = processes.parallel is not None
+        # The order of the rows of tensors that are reordered for tensor parallelism, by name.
+        self.orders: dict[str, Tensor] = {}
+        if processes.parallel is not None:
+            self.orders = parallelize_model(self.model, processes.parallel, processes.device)
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = build_adamw(self.model, config, processes.device, sharded=self.sharded)
         self.ema = [each.detach().clone() for each in self.parameters] if config.ema else []
@@ -55,6 +59,8 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(rate)
         self.processes.all_reduce([self.totals[:2]])
+        if self.processes.copies > 1:
+            self.totals[:2] /= self.processes.copies
         if not self.sharded and self.processes.world > 1:
             self.processes.all_reduce(self._all_gradients())
         self._run_optimizer({}, self._loss_weights[True])
@@ -117,6 +123,15 @@ class Learner:
             tensors |= {f"optimizer.{names[parameter]}.{key}": value for key, value in state.items()}
         return tensors
 
+    def tensor_orders(self) -> dict[str, Tensor]:
+        """The orders of reordered tensors by the names of `tensors`."""
+        if not self.orders:
+            return {}
+        parts = (
+            (name, re.sub(r"^(model|ema|optimizer)\.|\.(exp_avg|exp_avg_sq)$", "", name)) for name in self.tensors()
+        )
+        return {name: self.orders[part] for name, part in parts if part in self.orders}
+
     def allocate_optimizer_state(self) -> None:
         """Creates the optimizer state, which AdamW makes only in its first step, so that a checkpoint can fill it."""
         for parameter in self.parameters:
@@ -134,7 +149,8 @@ class Learner:
     def _backward(self, batch: dict[str, Tensor], weight: Tensor) -> None:
         with self.autocast():
             loss, count = self.task.loss(self.model, batch)
-        (loss * weight).backward()
+        # Every process of "cp" computes the loss of all tokens, and the gradients of its own: they are summed.
+        (loss * weight / (1 if self.processes.parallel is None else self.processes.parallel.cp)).backward()
         self.totals[0].add_(loss.detach() * weight)
         self.totals[1].add_(count * weight)
 
@@ -145,11 +161,21 @@ class Learner:
                 each.grad = torch.zeros_like(each)
         return [each.grad for each in self.parameters if each.grad is not None]
 
+    def _sharded_norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """The norm of gradients that are sharded over meshes of one or two dimensions."""
+        total = torch.zeros(1, device=self.processes.device)
+        for grad in grads:
+            # Where not all dimensions shard, several processes have the same gradient.
+            shards = grad.device_mesh.size() if isinstance(grad, DTensor) else 1
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            total += torch.linalg.vector_norm(local.float()) ** 2 * shards / self.processes.world
+        self.processes.all_reduce([total])
+        return total[0].sqrt()
+
     def _optimizer_step(self, _batch: dict[str, Tensor], _weight: Tensor) -> None:
         grads = [each.grad for each in self.parameters if each.grad is not None]
         scale = 1.0 / self.totals[1].clamp(min=1.0)
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * scale
+        norm = (self._sharded_norm(grads) if self.sharded else torch.nn.utils.get_total_norm(grads)) * scale
         if self.config.clip:
             scale = scale * (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         if self.sharded:
@@ -164,10 +190,14 @@ class Learner:
 def build_adamw(model: nn.Module, config: TrainConfig, device: torch.device, sharded: bool) -> torch.optim.AdamW:
     """Builds AdamW with weight decay on matrices only, not on norms, biases and other vectors."""
     parameters = [each for each in model.parameters() if each.requires_grad]
-    groups = [
-        {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": config.decay},
-        {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    # One group per mesh: an operation on many tensors takes those of one mesh.
+    for mesh in dict.fromkeys(each.device_mesh if isinstance(each, DTensor) else None for each in parameters):
+        own = [each for each in parameters if (each.device_mesh if isinstance(each, DTensor) else None) == mesh]
+        groups += [
+            {"params": [each for each in own if each.dim() >= 2], "weight_decay": config.decay},
+            {"params": [each for each in own if each.dim() < 2], "weight_decay": 0.0},
+        ]
     # The rate is a tensor, because a captured graph sees only changes of tensors.
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],

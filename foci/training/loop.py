@@ -21,7 +21,7 @@ from foci.training.batches import Batches, BatchPosition, StepBatch, derive_seed
 from foci.training.best_models import BestModels
 from foci.training.config import RunConfig
 from foci.training.defaults import MAX_BATCH_TOKENS
-from foci.training.distributed import destroy_processes, init_processes
+from foci.training.distributed import destroy_processes, explain_lost_processes, init_processes
 from foci.training.learner import Learner
 from foci.training.lock import lock_run
 from foci.training.progress import Progress
@@ -42,9 +42,9 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool 
     """
     # Fail now, not when the first model is saved.
     import_safetensors("a training run", "tasks")
-    processes = init_processes(config.train.device)
+    processes = init_processes(config.train.device, config.train.parallel, config.train.shard)
     try:
-        with lock_run(folder, processes) as messages:
+        with explain_lost_processes(), lock_run(folder, processes) as messages:
             run = prepare_run(config, folder, processes, resume=resume)
             with allow_tf32(), Progress(folder, run.total, is_first=processes.is_first, quiet=quiet) as progress:
                 for message in (*messages, *run.messages):
@@ -92,7 +92,9 @@ def run_training(run: Run, progress: Progress) -> dict[str, float | str]:
             if evaluates and not interrupted:
                 best_models.evaluate(state)
             if saves:
-                checkpoint.save_checkpoint(run.folder / "checkpoints", learner.tensors(), state, processes)
+                checkpoint.save_checkpoint(
+                    run.folder / "checkpoints", learner.tensors(), state, processes, learner.tensor_orders()
+                )
             if interrupted:
                 progress.message(f"stopped at step {state.step}; checkpoint saved: --resume continues from here")
                 return {"stopped_at_step": state.step}
@@ -117,7 +119,7 @@ def run_training_step(run: Run, learner: Learner, batch: StepBatch, step: int, m
         # A replayed CUDA graph makes no calls that could be monitored.
         replays = monitor is None or not monitor.is_monitored
         for index, (micro_batch, counts) in enumerate(batch.micro_batches):
-            torch.manual_seed(derive_seed(run.config.seed, "update", step, run.processes.rank, index))
+            torch.manual_seed(derive_seed(run.config.seed, "update", step, run.processes.random_rank, index))
             learner.accumulate(micro_batch, counts, replays=replays)
     totals = learner.step(learning_rate_at(step, run.total, run.config.train))
     learner.update_average(step + 1)
@@ -156,7 +158,7 @@ def restore_state(run: Run, learner: Learner, progress: Progress) -> State:
     state = State()
     if latest is not None:
         learner.allocate_optimizer_state()
-        latest.load_into(learner.tensors(), run.processes)
+        latest.load_into(learner.tensors(), run.processes, learner.tensor_orders())
         state = latest.state
         progress.message(f"resumed at step {state.step}")
     progress.start_at(state.step)
@@ -168,7 +170,8 @@ def open_batches(run: Run, learner: Learner, start: BatchPosition) -> Iterator[G
     """Iterates over the batches from a position on; workers, or a thread on a GPU, prepare them in advance."""
     config, processes = run.config.train, run.processes
     budget = config.batch_tokens or MAX_BATCH_TOKENS
-    source = Batches(run.task, run.train, budget, config.accumulate, processes.rank, processes.world, run.config.seed)
+    place = processes.data_rank, processes.data_world
+    source = Batches(run.task, run.train, budget, config.accumulate, *place, run.config.seed)
     batches = (
         iterate_in_workers(source, start, config.workers, config.ahead) if config.workers else source.iterate(start)
     )

@@ -86,7 +86,7 @@ def prepare_run(config: RunConfig, folder: Path, processes: Processes, *, resume
     train, dev = (drop_long_examples(task, part, name, messages) for name, part in (("train", train), ("dev", dev)))
     if not train or not dev:
         raise ValueError(f"the data must hold training and dev examples, got {len(train)} and {len(dev)}")
-    source = Batches(task, train, MAX_BATCH_TOKENS, config.train.accumulate, 0, processes.world, config.seed)
+    source = Batches(task, train, MAX_BATCH_TOKENS, config.train.accumulate, 0, processes.data_world, config.seed)
     filled, per_epoch = fill_train_config(config.train, source)
     config, total = replace(config, train=filled), count_steps(filled, per_epoch)
     examples, steps = format_count(len(train), "example"), format_count(per_epoch, "step")

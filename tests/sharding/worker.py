@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,14 +24,18 @@ from foci.sharding.weights import ShardedWeights
 B, H, G, T, D = 3, 4, 2, 11, 8
 BATCH, HEADS, TOKENS = Shard(0), Shard(1), Shard(2)
 Options = dict[str, Any]
+# On one GPU the processes share it, in float32.
+DEVICE = os.environ.get("FOCI_TEST_DEVICE", "cpu")
+assert_close = partial(torch.testing.assert_close, **({} if DEVICE == "cpu" else {"rtol": 1e-3, "atol": 1e-3}))
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x if DEVICE == "cpu" else x.float().to(DEVICE)
 
 
 def ids() -> Tensor:
-    return torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2, [0] * 11])
+    return torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2, [0] * 11], device=DEVICE)
 
 
 def cases() -> dict[str, Options]:
@@ -54,7 +59,10 @@ def cases() -> dict[str, Options]:
         "relative": {"bias": foci.Relative(rand(5, D, seed=5).requires_grad_(), rand(5, D, seed=4).requires_grad_())},
         "cosine": {"score": foci.Cosine(rand(H, seed=3).exp().requires_grad_()), "mask": foci.causal},
         "sink": {"sink": rand(H, seed=2).requires_grad_(), "mask": foci.causal},
-        "positions": {"mask": foci.causal, "positions": (torch.arange(T) + 3, torch.arange(T).flip(0))},
+        "positions": {
+            "mask": foci.causal,
+            "positions": (torch.arange(T, device=DEVICE) + 3, torch.arange(T, device=DEVICE).flip(0)),
+        },
     }
 
 
@@ -128,16 +136,16 @@ def check_call(name: str, mesh: DeviceMesh, placements: list[Placement], options
     assert isinstance(lazy, ShardedWeights)
     assert lazy.shape == weights.shape
     assert found.placements == tuple(placements), (name, found.placements)
-    torch.testing.assert_close(found.full_tensor(), out, msg=lambda text: f"{name}: {text}")
+    assert_close(found.full_tensor(), out, msg=lambda text: f"{name}: {text}")
     for statistic, compute in STATISTICS.items():
         expected, got = compute(weights), compute(lazy)
-        torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, at=statistic: f"{name}, {at}: {text}")
+        assert_close(got.full_tensor(), expected, msg=lambda text, at=statistic: f"{name}, {at}: {text}")
     shared = rand(B, kv_heads, T, 3, seed=9)
-    torch.testing.assert_close((lazy @ shared).full_tensor(), weights @ shared)
+    assert_close((lazy @ shared).full_tensor(), weights @ shared)
     assert lazy.entropy().placements == tuple(placements)
     for axis, received in zip(placements, lazy.received().placements, strict=True):
         assert received.is_partial() if axis == TOKENS else received == axis
-    torch.testing.assert_close(lazy.full().dense(), weights.dense())
+    assert_close(lazy.full().dense(), weights.dense())
     losses = [(found.full_tensor() * rand(B, H, T, D, seed=5)).sum(), (out * rand(B, H, T, D, seed=5)).sum()]
     for statistic in DIFFERENTIABLE:
         for index, values in enumerate((STATISTICS[statistic](lazy).full_tensor(), STATISTICS[statistic](weights))):
@@ -146,7 +154,7 @@ def check_call(name: str, mesh: DeviceMesh, placements: list[Placement], options
         loss.backward()
     pairs = zip([*plain, *parameters(options)], [*sharded, *parameters(spread)], strict=True)
     for index, (expected, got) in enumerate(pairs):
-        torch.testing.assert_close(whole(got.grad), expected.grad, msg=lambda text, at=index: f"{name}, {at}: {text}")
+        assert_close(whole(got.grad), expected.grad, msg=lambda text, at=index: f"{name}, {at}: {text}")
         expected.grad = None
 
 
@@ -156,27 +164,27 @@ def check_shapes(mesh: DeviceMesh, placement: Callable[[Tensor], Placement]) -> 
         x = rand(*shape)
         on = [placement(x)] * mesh.ndim
         out = foci.attention(*(distribute_tensor(x, mesh, on) for _ in range(3)), mask=foci.causal)
-        torch.testing.assert_close(out.full_tensor(), foci.attention(x, x, x, mask=foci.causal))
+        assert_close(out.full_tensor(), foci.attention(x, x, x, mask=foci.causal))
     for queries, keys in ((3, T), (T, 3), (T, 0)):
         q, k = rand(B, H, queries, D), rand(B, H, keys, D, seed=1)
         dq, dk = (distribute_tensor(each, mesh, [placement(each)] * mesh.ndim) for each in (q, k))
         for mask in (foci.causal, foci.window(2, 1), foci.causal & foci.padding([keys, keys // 2, 0])):
             out, weights = foci.attention(dq, dk, dk, mask=mask, return_weights=True)
             expected, matrix = foci.attention(q, k, k, mask=mask, return_weights=True)
-            torch.testing.assert_close(out.full_tensor(), expected)
-            torch.testing.assert_close(weights.entropy().full_tensor(), matrix.entropy())
-            torch.testing.assert_close(weights.distance().full_tensor(), matrix.distance())
+            assert_close(out.full_tensor(), expected)
+            assert_close(weights.entropy().full_tensor(), matrix.entropy())
+            assert_close(weights.distance().full_tensor(), matrix.distance())
 
 
 def check_balanced(mesh: DeviceMesh) -> None:
     """In head-tail order, with the order as positions, causal attention gives the same rows in another order."""
     length = 4 * mesh.size()
-    x, order = rand(1, 2, length, D), head_tail_order(length, mesh.size())
+    x, order = rand(1, 2, length, D), head_tail_order(length, mesh.size(), DEVICE)
     expected, matrix = foci.attention(x, x, x, mask=foci.causal, return_weights=True)
     y = distribute_tensor(x[:, :, order], mesh, [TOKENS])
     out, weights = foci.attention(y, y, y, mask=foci.causal, positions=(order, order), return_weights=True)
-    torch.testing.assert_close(out.full_tensor()[:, :, order.argsort()], expected)
-    torch.testing.assert_close(weights.distance().full_tensor(), matrix.distance()[:, :, order])
+    assert_close(out.full_tensor()[:, :, order.argsort()], expected)
+    assert_close(weights.distance().full_tensor(), matrix.distance()[:, :, order])
 
 
 def check_refusals(mesh: DeviceMesh) -> None:
@@ -210,19 +218,19 @@ def check_watching(mesh: DeviceMesh) -> None:
         _, expected = foci.attention(x, x, x, mask=foci.causal, return_weights=True)
         with foci.watch(model) as record:
             model(y)
-        torch.testing.assert_close(record["L0"].weights.dense(), expected.dense())
+        assert_close(record["L0"].weights.dense(), expected.dense())
         with foci.watch(model, keep=foci.Keep()) as record:
             model(y)
         with foci.watch(model, keep=foci.Keep()) as alone:
             model(x)
-        torch.testing.assert_close(record["L0"].entropy(), alone["L0"].entropy())
+        assert_close(record["L0"].entropy(), alone["L0"].entropy())
         monitors = [foci.Monitor(model, every=1) for _ in range(2)]
         for monitor, inputs in zip(monitors, (y, x), strict=True):
             with monitor:
                 model(inputs)
             monitor.log()
         for statistic, values in monitors[1].latest.layers["L0"].items():
-            torch.testing.assert_close(monitors[0].latest.layers["L0"][statistic], values, equal_nan=True)
+            assert_close(monitors[0].latest.layers["L0"][statistic], values, equal_nan=True)
 
 
 def pairs() -> Iterator[tuple[list[Placement], int]]:
@@ -237,7 +245,7 @@ def main(check: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     world = dist.get_world_size()
-    line = init_device_mesh("cpu", (world,), mesh_dim_names=("line",))
+    line = init_device_mesh(DEVICE, (world,), mesh_dim_names=("line",))
     if check == "few":
         check_watching(line)
         for name, options in list(cases().items())[:6]:
@@ -255,7 +263,7 @@ def main(check: str) -> None:
         check_shapes(line, lambda x: Shard(0))
         check_balanced(line)
     elif check == "pairs":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("rows", "columns"))
         for placements, kv_heads in pairs():
             for name, options in cases().items():
                 check_call(name, mesh, placements, options, kv_heads)
