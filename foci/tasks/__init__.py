@@ -9,6 +9,7 @@ minimum_bayes_risk: picks the answer that agrees most with the other candidates
 sentiment: text classification
 vision: image classification
 class_prediction: the answer of a classifier, and accuracy
+rejection: declines inputs that belong to none of the classes
 speech_features: recordings to features, with augmentation
 speech: speech recognition by CTC and an attention decoder
 rdrop: the R-Drop loss of two passes with different dropout

@@ -27,6 +27,7 @@ from foci.nn.vision import VisionTransformer
 from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.tasks.class_prediction import ClassPrediction, accuracy
+from foci.tasks.rejection import REJECTION_FILE, Rejection
 from foci.tasks.task import Problem, ProgressCallback, Task, TaskSettings, ignore_progress
 from foci.tasks.task_files import check_class_names, check_numbers, parse_object
 from foci.tasks.task_record import build_task_record
@@ -124,8 +125,17 @@ class Vision(Task[LabelledImage, ClassPrediction]):
     settings_type = VisionSettings
     settings: VisionSettings
 
-    def __init__(self, settings: VisionSettings, labels: Sequence[str], mean: Sequence[float], std: Sequence[float]):
+    def __init__(
+        self,
+        settings: VisionSettings,
+        labels: Sequence[str],
+        mean: Sequence[float],
+        std: Sequence[float],
+        rejection: Rejection | None = None,
+    ) -> None:
         self.settings, self.labels, self.mean, self.std = settings, list(labels), list(mean), list(std)
+        # Declines images of none of the classes, if the model file has it.
+        self.rejection = rejection
         self._class_indices = {label: number for number, label in enumerate(self.labels)}
         self._pixels = make_image_cache(settings)
 
@@ -168,7 +178,8 @@ class Vision(Task[LabelledImage, ClassPrediction]):
         return cls(settings, labels, sample.mean((0, 2, 3)).tolist(), sample.std((0, 2, 3)).clamp(min=0.01).tolist())
 
     def learned_state(self) -> dict[str, str]:
-        return {"classes.json": json.dumps({"labels": self.labels, "mean": self.mean, "std": self.std})}
+        files = {"classes.json": json.dumps({"labels": self.labels, "mean": self.mean, "std": self.std})}
+        return files if self.rejection is None else files | {REJECTION_FILE: self.rejection.to_json()}
 
     @classmethod
     def from_learned_state(cls, settings: VisionSettings, files: dict[str, str]) -> Self:
@@ -176,7 +187,7 @@ class Vision(Task[LabelledImage, ClassPrediction]):
         mean, std = check_numbers(mean, "mean"), check_numbers(std, "std", above=0.0)
         if not len(mean) == len(std) == settings.channels:
             raise ValueError(f"mean and std must have {settings.channels} numbers, got {len(mean)} and {len(std)}")
-        return cls(settings, check_class_names(labels), mean, std)
+        return cls(settings, check_class_names(labels), mean, std, Rejection.from_files(files))
 
     def model(self) -> Model:
         own = self.settings
@@ -230,16 +241,21 @@ class Vision(Task[LabelledImage, ClassPrediction]):
         predictions: list[ClassPrediction] = []
         for first in range(0, len(examples), DECODE_IMAGES):
             images = self.load_images(examples[first : first + DECODE_IMAGES]).to(device)
-            probabilities, classes = self.class_probabilities(model, images).max(-1)
-            pairs = zip(classes.tolist(), probabilities.tolist(), strict=True)
-            predictions += [ClassPrediction(self.labels[number], probability) for number, probability in pairs]
+            all_probabilities, declined = self.classify(model, images)
+            probabilities, classes = all_probabilities.max(-1)
+            rows = zip(classes.tolist(), probabilities.tolist(), declined.tolist(), strict=True)
+            predictions += [ClassPrediction(self.labels[number], share, other) for number, share, other in rows]
             done(len(images))
         return predictions
 
-    def class_probabilities(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Computes the probability of each class: (B, classes)."""
+    def classify(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the probability of each class (B, classes), and whether an image shows none of them (B,)."""
         views = [images, images.flip(-1)] if self.settings.mirror else [images]
-        return torch.stack([model(each).logits.float().softmax(-1) for each in views]).mean(0)
+        outs = [model(each) for each in views]
+        probabilities = torch.stack([out.logits.float().softmax(-1) for out in outs]).mean(0)
+        if self.rejection is None:
+            return probabilities, torch.zeros(len(images), dtype=torch.bool)
+        return probabilities, self.rejection.declines(cast("VisionTransformer", model).pool_states(outs[0].states))
 
     def score(self, answers: Sequence[ClassPrediction], examples: Sequence[LabelledImage]) -> dict[str, float | str]:
         return accuracy(answers, examples)

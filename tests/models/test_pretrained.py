@@ -89,7 +89,8 @@ def test_vision_names_clothes(tmp_path: Path) -> None:
         path.write_bytes(b"P5 28 28 255\n" + bytes(picture.flatten().tolist()))
         record = pretrained("vision").show(path)
         assert record.answer == pretrained("vision")(path)
-        assert record.answer.startswith(f"{name} (")
+        # A drawing may be declined, but the nearest class is right.
+        assert re.fullmatch(rf"{name} \(\d+%\)|not one of my classes \(the nearest is {name}\)", record.answer)
         assert record.layers["L0"].shape == (1, 4, 49, 49)
 
 

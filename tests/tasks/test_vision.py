@@ -149,12 +149,10 @@ def test_mirror_averages_both_predictions(learned: Lesson) -> None:
     with torch.no_grad():
         apart = [model(each).logits.softmax(-1) for each in (images, images.flip(-1))]
         assert not torch.allclose(*apart, atol=1e-4)
-        assert torch.allclose(both.class_probabilities(model, images), (apart[0] + apart[1]) / 2, atol=1e-6)
-        assert torch.allclose(
-            both.class_probabilities(model, images.flip(-1)), both.class_probabilities(model, images), atol=1e-6
-        )
+        assert torch.allclose(both.classify(model, images)[0], (apart[0] + apart[1]) / 2, atol=1e-6)
+        assert torch.allclose(both.classify(model, images.flip(-1))[0], both.classify(model, images)[0], atol=1e-6)
         assert both.decode(model, learned.dev[:1])[0].probability == pytest.approx(
-            float(both.class_probabilities(model, images)[0].max())
+            float(both.classify(model, images)[0][0].max())
         )
     with pytest.raises(ValueError, match=r"^task\.flip must be true with task\.mirror, got false: "):
         VisionSettings(flip=False, mirror=True)
