@@ -46,7 +46,8 @@ def divergence(teacher: Weights, student: Weights, *, keys: Tensor | None = None
     check_pair(teacher, student)
     chosen = None if keys is None else normalize_keys(keys, student, student.shape[-2])
     averaged = teacher.is_averaged, student.is_averaged
-    found, counted, hidden = compute_divergence(teacher.call, student.call, averaged, chosen, teacher.tensors.lse)
+    lse = teacher.tensors.lse, student.tensors.lse
+    found, counted, hidden = compute_divergence(teacher.call, student.call, averaged, chosen, lse)
     check_values(~hidden, lambda: hidden_keys_message(hidden))
     return mean_where(found, counted)
 

@@ -1,9 +1,10 @@
 """The divergence of two attention matrices, and its gradient for the student, without building either.
 
-KL(teacher || student) of a query is Σ p (log p - s) + lse, with p the teacher's weights, s the student's logits and lse
+KL(teacher || student) of a query is Σ p (log p - s + lse), with p the teacher's weights, s the student's logits and lse
 their log-sum-exp. Its gradient for the logits is softmax(s) - p. The teacher's weights may be the mean of all heads.
-`row_lse` prepares them, and both passes compute each tile again: `row_divergence`, a program per block of queries,
-which also gives the gradient of the queries for a slope of 1; and `key_gradients`, a program per block of keys.
+`row_lse` prepares both sides, and both passes compute each tile again: `row_divergence`, a program per block of
+queries, which also gives the gradient of the queries for a slope of 1; and `key_gradients`, a program per block of
+keys. All are sums over tiles, so that several programs may share a block and write a part each.
 
 B batch, H teacher heads, P student heads, Tq queries, Tk keys, D width of the teacher, E width of the student.
 """
@@ -17,7 +18,7 @@ import triton.language as tl
 from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key_range, load_lse
 
 # Numbers that no kernel is compiled for.
-SIZES = ["H", "P", "group", "student_group", "Tq", "Tk"]
+SIZES = ["H", "P", "group", "student_group", "Tq", "Tk", "tiles"]
 
 
 @triton.jit
@@ -113,8 +114,8 @@ def row_lse(
 
 @triton.jit(do_not_specialize=SIZES)
 def row_divergence(
-    q, k, lse, student_q, student_k, divergence, student_lse, d_q, key_ranges, query_ids, key_ids,
-    H, P, group, student_group, Tq, Tk, D, E,
+    q, k, lse, student_q, student_k, student_lse, divergence, d_q, key_ranges, query_ids, key_ids,
+    H, P, group, student_group, Tq, Tk, D, E, tiles,
     q_batch, q_head, q_query, k_batch, k_head, k_key,
     student_q_batch, student_q_head, student_q_query, student_k_batch, student_k_head, student_k_key,
     key_ranges_batch, query_ids_batch, key_ids_batch,
@@ -123,8 +124,11 @@ def row_divergence(
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """divergence, student_lse (base 2) (B, P, Tq), and d_q (B, P, Tq, E) for a slope of 1 of each query."""
-    pair = tl.program_id(1).to(tl.int64)
+    """divergence (parts, B, P, Tq), and d_q (parts, B, P, Tq, E) for a slope of 1 of each query.
+
+    A part is a number of tiles of keys.
+    """
+    pair, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     b, p = pair // P, pair % P
     # The last queries see the most keys: they start first.
     first_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -140,11 +144,10 @@ def row_divergence(
     h = 0 * P if MEAN else p.to(tl.int32)
     heads = H if MEAN else 1
     queries = load_block(student_q, first_i, student_q_query, E, Tq, BM, BE)
-    peak = tl.zeros((BM,), tl.float32) + MASKED_LOGIT
-    total, mass, cross = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
-    own, given = tl.zeros((BM, BE), tl.float32), tl.zeros((BM, BE), tl.float32)
+    rows = load_lse(student_lse + pair * Tq, i, Tq)
+    total, gradient = tl.zeros((BM,), tl.float32), tl.zeros((BM, BE), tl.float32)
     first, last = key_tiles(key_ranges, i, Tq, Tk, CAUSAL, RANGES, BN)
-    for t in range(first, last):
+    for t in range(tl.maximum(first, part * tiles), tl.minimum(last, (part + 1) * tiles)):
         first_j = t * BN
         j = first_j + tl.arange(0, BN)
         seen = seen_keys(
@@ -159,31 +162,22 @@ def row_divergence(
         keys = load_block(student_k, first_j, student_k_key, E, Tk, BN, BE)
         dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         logits = dot_logits(dots, 0, 0, 0, 0.0, student_scale, student_softcap, STUDENT_SOFTCAP, False)
-        logits = tl.where(seen, logits, MASKED_LOGIT)
-        highest = tl.maximum(peak, tl.max(logits, 1))
-        shrink = tl.exp2(peak - highest)
-        share = tl.where(seen, tl.exp2(logits - highest[:, None]), 0.0)
-        total = total * shrink + tl.sum(share, 1)
-        mass += tl.sum(weights, 1)
-        attended = weights > 0
-        cross += tl.sum(tl.where(attended, weights * (tl.log2(tl.where(attended, weights, 1.0)) - logits), 0.0), 1)
+        distance = logits - rows[:, None]
+        # Not where(weights > 0, ...): a NaN must stay one.
+        unattended = weights == 0
+        total += tl.sum(
+            tl.where(unattended, 0.0, weights * (tl.log2(tl.where(unattended, 1.0, weights)) - distance)), 1
+        )
         if GRADIENT:
-            toward = weights
+            change = tl.where(seen, tl.exp2(distance) - weights, 0.0)
             if STUDENT_SOFTCAP:
-                slope = capped_slope(logits, student_softcap)
-                share, toward = share * slope, weights * slope
-            own = tl.dot(share.to(keys.dtype), keys, own * shrink[:, None], input_precision=PRECISION)
-            given = tl.dot(toward.to(keys.dtype), keys, given, input_precision=PRECISION)
-        peak = highest
-    row_lse = peak + tl.log2(tl.where(total > 0, total, 1.0))
-    # Not where(mass > 0, ...): a NaN must stay one.
-    found = tl.where(mass == 0, 0.0, (cross + mass * row_lse) * LN_2)
-    tl.store(divergence + pair * Tq + i, found, mask=i < Tq)
-    tl.store(student_lse + pair * Tq + i, tl.where(total == 0, -MASKED_LOGIT, row_lse), mask=i < Tq)
+                change = tl.where(seen, change * capped_slope(logits, student_softcap), 0.0)
+            gradient = tl.dot(change.to(keys.dtype), keys, gradient, input_precision=PRECISION)
+    into = (part * tl.num_programs(1) + pair) * Tq + i
+    tl.store(divergence + into, total * LN_2, mask=i < Tq)
     if GRADIENT:
-        gradient = (own * (mass / tl.where(total == 0, 1.0, total))[:, None] - given) * student_scale
-        into = d_q + (pair * Tq + i)[:, None] * E + d[None, :]
-        tl.store(into, gradient, mask=(i < Tq)[:, None] & (d < E)[None, :])
+        mask = (i < Tq)[:, None] & (d < E)[None, :]
+        tl.store(d_q + into[:, None] * E + d[None, :], gradient * student_scale, mask=mask)
 
 
 @triton.jit
@@ -196,7 +190,7 @@ def capped_slope(logits, softcap):
 @triton.jit(do_not_specialize=SIZES)
 def key_gradients(
     q, k, lse, student_q, student_k, student_lse, slopes, d_k, key_ranges, query_ids, key_ids,
-    H, P, group, student_group, Tq, Tk, D, E,
+    H, P, group, student_group, Tq, Tk, D, E, tiles,
     q_batch, q_head, q_query, k_batch, k_head, k_key,
     student_q_batch, student_q_head, student_q_query, student_k_batch, student_k_head, student_k_key,
     key_ranges_batch, query_ids_batch, key_ids_batch,
@@ -205,8 +199,11 @@ def key_gradients(
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """d_k (B, P, Tk, E), float32, for the slopes (B, P, Tq) of the queries' divergence."""
-    pair = tl.program_id(1).to(tl.int64)
+    """d_k (parts, B, P, Tk, E), float32, for the slopes (B, P, Tq) of the queries' divergence.
+
+    A part is a number of tiles of queries.
+    """
+    pair, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     b, p = pair // P, pair % P
     first_j = tl.program_id(0) * BN
     j, d = first_j + tl.arange(0, BN), tl.arange(0, BE)
@@ -225,7 +222,7 @@ def key_gradients(
     start = 0 * Tq
     if CAUSAL:
         start = tl.minimum(tl.maximum(first_j - (Tk - Tq), 0), Tq) // BM
-    for t in range(start, tl.cdiv(Tq, BM)):
+    for t in range(tl.maximum(start, part * tiles), tl.minimum(tl.cdiv(Tq, BM), (part + 1) * tiles)):
         first_i = t * BM
         i = first_i + tl.arange(0, BM)
         visible = True
@@ -244,11 +241,11 @@ def key_gradients(
             queries = load_block(student_q, first_i, student_q_query, E, Tq, BM, BE)
             dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
             logits = dot_logits(dots, 0, 0, 0, 0.0, student_scale, student_softcap, STUDENT_SOFTCAP, False)
-            rows = tl.load(student_lse + pair * Tq + i, mask=i < Tq, other=-MASKED_LOGIT)
+            rows = load_lse(student_lse + pair * Tq, i, Tq)
             slope = tl.load(slopes + pair * Tq + i, mask=i < Tq, other=0.0)
             change = tl.where(seen, (tl.exp2(logits - rows[:, None]) - weights) * slope[:, None], 0.0)
             if STUDENT_SOFTCAP:
                 change = tl.where(seen, change * capped_slope(logits, student_softcap), 0.0)
             gradient = tl.dot(tl.trans(change.to(queries.dtype)), queries, gradient, input_precision=PRECISION)
-    into = d_k + (pair * Tk + j)[:, None] * E + d[None, :]
+    into = d_k + ((part * tl.num_programs(1) + pair) * Tk + j)[:, None] * E + d[None, :]
     tl.store(into, gradient * student_scale, mask=(j < Tk)[:, None] & (d < E)[None, :])

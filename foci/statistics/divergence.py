@@ -25,20 +25,25 @@ from foci.statistics.streaming import finite_lse
 
 @disable_autocast
 def compute_divergence(
-    teacher: Call, student: Call, averaged: tuple[bool, bool], keys: Tensor | None, teacher_lse: Tensor | None = None
+    teacher: Call,
+    student: Call,
+    averaged: tuple[bool, bool],
+    keys: Tensor | None,
+    lse: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """KL(teacher || student) of each query, differentiable; whether the query sees a key; and whether the teacher
     attends to a key that the student cannot see: (B, H, Tq) each.
 
     Both sides are normalized over the keys that are compared: all, or those in `keys`, (B or 1, Tq, K) with -1 for no
-    key, that the student sees. `averaged`: whether a side is the mean over its heads. `teacher_lse` saves a pass.
+    key, that the student sees. `averaged`: whether a side is the mean over its heads. `lse`, of both sides where known,
+    saves passes.
     """
     if not cuda_divergence.refuses(teacher, student, averaged, keys):
 
         def compute_again(q: Tensor, k: Tensor) -> Tensor:
             return compare_in_strips(teacher, replace(student, q=q, k=k), averaged, keys)[0]
 
-        return cuda_divergence.compute_divergence(teacher, student, averaged[0], teacher_lse, compute_again)
+        return cuda_divergence.compute_divergence(teacher, student, averaged[0], lse, compute_again)
     return compare_in_strips(teacher, student, averaged, keys)
 
 

@@ -26,11 +26,11 @@ Sides = tuple[Any, ...]
 
 
 def compute_divergence(
-    teacher: Call, student: Call, averaged: tuple[bool, bool], keys: Tensor | None, teacher_lse: Tensor
+    teacher: Call, student: Call, averaged: tuple[bool, bool], keys: Tensor | None, lse: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`statistics.divergence.compute_divergence`, as an operator while tracing."""
     if not is_operator_call(teacher, teacher.q) or not is_operator_call(student, student.q):
-        return streaming.compute_divergence(teacher, student, averaged, keys, teacher_lse)
+        return streaming.compute_divergence(teacher, student, averaged, keys, lse)
     sides = (*encode_call(teacher), averaged[0], *encode_call(student), averaged[1])
     found: tuple[Tensor, Tensor, Tensor] = divergence_operator([] if keys is None else [keys], *sides)
     return found

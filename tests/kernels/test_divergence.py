@@ -37,7 +37,7 @@ def attend(q: Tensor, k: Tensor, **arguments: Any) -> foci.Weights:
     return foci.attention(q, k, k, return_weights=True, **arguments)[1]
 
 
-def by_kernels(teacher: Call, student: Call, averaged: bool, lse: Tensor | None = None) -> tuple[Tensor, ...]:
+def by_kernels(teacher: Call, student: Call, averaged: bool, lse: Any = (None, None)) -> tuple[Tensor, ...]:
     def compute_again(q: Tensor, k: Tensor) -> Tensor:
         return compare_in_strips(teacher, replace(student, q=q, k=k), (averaged, False), None)[0]
 
@@ -54,7 +54,7 @@ def check(teacher: Any, student: Any, averaged: bool, dtype: torch.dtype, **argu
     assert kernels.refuses_kind(calls[0], calls[1], (averaged, False), None) == []
     found, counted, hidden = by_kernels(calls[0], calls[1], averaged)
     true, true_counted, _ = compare_in_strips(calls[2], calls[3], (averaged, False), None)
-    given = by_kernels(calls[0], calls[1], averaged, weights[0].tensors.lse)[0]
+    given = by_kernels(calls[0], calls[1], averaged, (weights[0].tensors.lse, weights[1].tensors.lse))[0]
     torch.testing.assert_close(given, found, rtol=1e-4, atol=1e-5)
     assert torch.equal(counted, true_counted)
     assert not hidden.any()
@@ -83,6 +83,21 @@ def test_more_keys_than_queries_in_half_precision() -> None:
     teacher = sides(torch.float16, DEVICE, 3, 1, 16, queries=5, keys=33)
     student = sides(torch.float16, DEVICE, 1, 1, 16, queries=5, keys=33)
     check(teacher, student, True, torch.float16, mask=foci.causal)
+
+
+def test_programs_share_the_blocks_of_a_short_sequence() -> None:
+    teacher, student = sides(torch.float32, DEVICE, 4, 2, 20, 600, 600), sides(torch.float32, DEVICE, 1, 1, 8, 600, 600)
+    calls = attend(*teacher, mask=foci.causal).call, attend(*student, mask=foci.causal).call
+    both = [kernels.count_parts(*map(kernels.as_side, calls), axis) for axis in (kernels.ROWS, kernels.COLUMNS)]
+    assert all(parts > 1 for parts, _ in both)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [511, 2048, 4100])
+def test_long_sequences_in_half_precision(length: int) -> None:
+    teacher = sides(torch.bfloat16, "cuda", 4, 2, 128, length, length)
+    student = sides(torch.bfloat16, "cuda", 1, 1, 64, length, length)
+    check(teacher, student, True, torch.bfloat16, mask=foci.causal)
 
 
 def test_what_the_kernels_refuse() -> None:

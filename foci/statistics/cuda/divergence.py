@@ -39,18 +39,25 @@ class DivergenceTiling(NamedTuple):
     stages: int
 
 
-# By dtype and by the larger width, at least 64: fixed, and independent of the lengths.
+# A program holds a block of queries (rows) or a block of keys (columns).
+ROWS, COLUMNS = 0, 1
+# By dtype and by the larger width, at least 64, for rows and columns: fixed, and independent of the lengths.
 HALF_TILINGS = {
-    64: DivergenceTiling(128, 64, 8, 3),
-    128: DivergenceTiling(128, 64, 8, 3),
-    256: DivergenceTiling(64, 64, 8, 2),
+    64: (DivergenceTiling(128, 64, 8, 3), DivergenceTiling(128, 64, 8, 3)),
+    128: (DivergenceTiling(128, 64, 8, 3), DivergenceTiling(128, 64, 8, 3)),
+    256: (DivergenceTiling(64, 64, 8, 2), DivergenceTiling(64, 64, 8, 2)),
 }
 FLOAT32_TILINGS = {
-    64: DivergenceTiling(32, 32, 4, 2),
-    128: DivergenceTiling(32, 32, 4, 1),
-    256: DivergenceTiling(16, 16, 4, 1),
+    64: (DivergenceTiling(32, 32, 4, 2), DivergenceTiling(32, 32, 4, 2)),
+    128: (DivergenceTiling(32, 32, 4, 1), DivergenceTiling(32, 32, 4, 1)),
+    256: (DivergenceTiling(16, 16, 4, 1), DivergenceTiling(16, 16, 4, 1)),
 }
 INTERPRETER_TILING = DivergenceTiling(16, 16, 4, 1)
+# The programs of a sequence, enough for any GPU, and the fewest tiles of one: an indexer of 8,192 tokens has 64 blocks
+# of queries, which are shared by 16 programs each.
+PROGRAMS = 1024
+LEAST_TILES = 4
+INTERPRETER_LEAST_TILES = 1
 
 
 class Side(NamedTuple):
@@ -114,20 +121,23 @@ def compute_divergence(
     teacher: Call,
     student: Call,
     averaged: bool,
-    lse: Tensor | None,
+    lse: tuple[Tensor | None, Tensor | None],
     compute_again: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `statistics.divergence.compute_divergence` returns, for a call that `refuses` accepts.
 
-    `compute_again` computes the divergence from the student's queries and keys in a way that can be differentiated
-    twice.
+    `lse` are the log-sum-exps of both sides where they are known. `compute_again` computes the divergence from the
+    student's queries and keys in a way that can be differentiated twice.
     """
     masks = mask_inputs.build_kernel_masks(student)
     sides = as_side(teacher), as_side(student)
-    lse = compute_lse(*sides, masks) if lse is None else lse.detach().contiguous()
-    inputs = (student.q, student.k, lse, *sides, masks, averaged, compute_again)
+    teacher_lse, student_lse = (
+        compute_lse(side, masks) if known is None else known.detach().contiguous()
+        for side, known in zip(sides, lse, strict=True)
+    )
+    inputs = (student.q, student.k, teacher_lse, student_lse, *sides, masks, averaged, compute_again)
     divergence = DivergenceFunction.apply(*inputs)  # type: ignore[no-untyped-call]
-    seen = lse > -torch.inf
+    seen = teacher_lse > -torch.inf
     counted = seen.any(1, keepdim=True) if averaged else seen
     return divergence, counted, torch.zeros_like(counted)
 
@@ -147,6 +157,7 @@ class DivergenceFunction(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         lse: Tensor,
+        student_lse: Tensor,
         teacher: Side,
         student: Side,
         masks: KernelMasks,
@@ -155,35 +166,35 @@ class DivergenceFunction(torch.autograd.Function):
     ) -> Tensor:
         needs_gradient = any(ctx.needs_input_grad)
         batch, heads, queries, width = student.q.shape
-        divergence, student_lse = (q.new_empty((batch, heads, queries), dtype=torch.float32) for _ in range(2))
-        d_q = q.new_empty((batch, heads, queries, width) if needs_gradient else (1,), dtype=torch.float32)
-        tensors = kernel_tensors(teacher, student, masks, lse)
-        tensors |= {"divergence": divergence, "student_lse": student_lse, "d_q": d_q}
+        parts = count_parts(teacher, student, ROWS)[0]
+        divergence = q.new_empty((parts, batch, heads, queries), dtype=torch.float32)
+        d_q = q.new_empty((parts, batch, heads, queries, width) if needs_gradient else (1,), dtype=torch.float32)
+        tensors = kernel_tensors(teacher, student, masks, lse, student_lse) | {"divergence": divergence, "d_q": d_q}
         key = plan_key("forward", teacher, student, masks, averaged, needs_gradient)
         get_or_build_plan(key, lambda: plan_forward(teacher, student, masks, averaged, needs_gradient))(tensors)
-        ctx.save_for_backward(q, k, lse, student_lse, d_q)
+        ctx.save_for_backward(q, k, lse, student_lse, add_parts(d_q))
         ctx.sides, ctx.masks, ctx.averaged, ctx.compute_again = (teacher, student), masks, averaged, compute_again
-        return divergence
+        return add_parts(divergence)
 
     @staticmethod
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         q, k, lse, student_lse, d_q = ctx.saved_tensors
         teacher, student = ctx.sides
         if torch.is_grad_enabled():
-            return (*differentiate_twice(ctx.compute_again, q, k, slopes), *[None] * 6)
+            return (*differentiate_twice(ctx.compute_again, q, k, slopes), *[None] * 7)
         slopes = slopes.to(torch.float32).contiguous()
         found: list[Tensor | None] = [None, None]
         if ctx.needs_input_grad[0]:
             found[0] = (d_q * slopes.unsqueeze(-1)).to(q.dtype)
         if ctx.needs_input_grad[1]:
             batch, heads, keys, width = q.shape[0], q.shape[1], k.shape[2], k.shape[3]
-            d_k = k.new_empty((batch, heads, keys, width), dtype=torch.float32)
-            tensors = kernel_tensors(teacher, student, ctx.masks, lse)
-            tensors |= {"student_lse": student_lse, "slopes": slopes, "d_k": d_k}
+            parts = count_parts(teacher, student, COLUMNS)[0]
+            d_k = k.new_empty((parts, batch, heads, keys, width), dtype=torch.float32)
+            tensors = kernel_tensors(teacher, student, ctx.masks, lse, student_lse) | {"slopes": slopes, "d_k": d_k}
             key = plan_key("keys", teacher, student, ctx.masks, ctx.averaged, True)
             get_or_build_plan(key, lambda: plan_keys(teacher, student, ctx.masks, ctx.averaged))(tensors)
-            found[1] = d_k.view(batch, k.shape[1], -1, keys, width).sum(2).to(k.dtype)
-        return (*found, *[None] * 6)
+            found[1] = add_parts(d_k).view(batch, k.shape[1], -1, keys, width).sum(2).to(k.dtype)
+        return (*found, *[None] * 7)
 
 
 def differentiate_twice(
@@ -195,9 +206,16 @@ def differentiate_twice(
     return tuple(next(gradients) if x.requires_grad else None for x in (q, k))
 
 
-def kernel_tensors(teacher: Side, student: Side, masks: KernelMasks, lse: Tensor) -> dict[str, Tensor]:
+def add_parts(x: Tensor) -> Tensor:
+    return x[0] if len(x) == 1 else x.sum(0)
+
+
+def kernel_tensors(
+    teacher: Side, student: Side, masks: KernelMasks, lse: Tensor, student_lse: Tensor
+) -> dict[str, Tensor]:
     """The tensors of all kernels by name; lse stands for missing ones, which no kernel reads."""
-    sides = {"q": teacher.q, "k": teacher.k, "lse": lse, "student_q": student.q, "student_k": student.k}
+    sides = {"q": teacher.q, "k": teacher.k, "lse": lse}
+    sides |= {"student_q": student.q, "student_k": student.k, "student_lse": student_lse}
     given = {"key_ranges": masks.key_ranges, "query_ids": masks.query_ids, "key_ids": masks.key_ids}
     return sides | {name: lse if x is None else x.contiguous() for name, x in given.items()}
 
@@ -208,40 +226,42 @@ def plan_key(name: str, teacher: Side, student: Side, masks: KernelMasks, *flags
     return ("divergence", name, *map(layout_key, tensors), *numbers, *flags)
 
 
-def compute_lse(teacher: Side, student: Side, masks: KernelMasks) -> Tensor:
-    """The teacher's log-sum-exp (B, H, Tq)."""
-    lse = teacher.q.new_empty(teacher.q.shape[:3], dtype=torch.float32)
-    key = plan_key("lse", teacher, student, masks)
-    get_or_build_plan(key, lambda: plan_lse(teacher, student, masks))(kernel_tensors(teacher, student, masks, lse))
+def compute_lse(side: Side, masks: KernelMasks) -> Tensor:
+    """The log-sum-exp of a side (B, H, Tq)."""
+    lse = side.q.new_empty(side.q.shape[:3], dtype=torch.float32)
+    key = plan_key("lse", side, side, masks)
+    get_or_build_plan(key, lambda: plan_lse(side, masks))(kernel_tensors(side, side, masks, lse, lse))
     return lse
 
 
-def plan_lse(teacher: Side, student: Side, masks: KernelMasks) -> LaunchPlan:
+def plan_lse(side: Side, masks: KernelMasks) -> LaunchPlan:
     from foci.kernels.divergence import row_lse
 
-    tiling = choose_tiling(teacher, student)
-    batch, heads, queries, _ = teacher.q.shape
-    scalars = kernel_scalars(teacher, student, masks, False, tiling)
+    tiling = choose_tiling(side, side, ROWS)
+    batch, heads, queries, _ = side.q.shape
+    scalars = kernel_scalars(side, side, masks, False, tiling)
     grid = (-(-queries // tiling.queries), batch * heads)
-    return LaunchPlan({}, teacher.q.device, [build(row_lse, grid, scalars, tiling)])
+    return LaunchPlan({}, side.q.device, [build(row_lse, grid, scalars, tiling)])
 
 
 def plan_forward(teacher: Side, student: Side, masks: KernelMasks, averaged: bool, needs_gradient: bool) -> LaunchPlan:
     from foci.kernels.divergence import row_divergence
 
-    tiling = choose_tiling(teacher, student)
-    scalars = kernel_scalars(teacher, student, masks, averaged, tiling) | {"GRADIENT": needs_gradient}
+    tiling = choose_tiling(teacher, student, ROWS)
+    parts, tiles = count_parts(teacher, student, ROWS)
+    scalars = kernel_scalars(teacher, student, masks, averaged, tiling) | {"GRADIENT": needs_gradient, "tiles": tiles}
     batch, heads, queries, _ = student.q.shape
-    grid = (-(-queries // tiling.queries), batch * heads)
+    grid = (-(-queries // tiling.queries), batch * heads, parts)
     return LaunchPlan({}, student.q.device, [build(row_divergence, grid, scalars, tiling)])
 
 
 def plan_keys(teacher: Side, student: Side, masks: KernelMasks, averaged: bool) -> LaunchPlan:
     from foci.kernels.divergence import key_gradients
 
-    tiling = choose_tiling(teacher, student)
-    scalars = kernel_scalars(teacher, student, masks, averaged, tiling)
-    grid = (-(-student.k.shape[2] // tiling.keys), student.q.shape[0] * student.q.shape[1])
+    tiling = choose_tiling(teacher, student, COLUMNS)
+    parts, tiles = count_parts(teacher, student, COLUMNS)
+    scalars = kernel_scalars(teacher, student, masks, averaged, tiling) | {"tiles": tiles}
+    grid = (-(-student.k.shape[2] // tiling.keys), student.q.shape[0] * student.q.shape[1], parts)
     return LaunchPlan({}, student.q.device, [build(key_gradients, grid, scalars, tiling)])
 
 
@@ -249,11 +269,25 @@ def build(kernel: Any, grid: tuple[int, ...], scalars: dict[str, Any], tiling: D
     return build_kernel_launch(kernel, grid, scalars, num_warps=tiling.warps, num_stages=tiling.stages)
 
 
-def choose_tiling(teacher: Side, student: Side) -> DivergenceTiling:
+def count_parts(teacher: Side, student: Side, axis: int) -> tuple[int, int]:
+    """How many programs share a block of queries or of keys, and the tiles of each.
+
+    They depend on lengths and heads only, so that a sequence gives the same result in every batch.
+    """
+    tiling = choose_tiling(teacher, student, axis)
+    tiles = -(-student.q.shape[2] // tiling.queries), -(-student.k.shape[2] // tiling.keys)
+    blocks, loop = tiles if axis == ROWS else tiles[::-1]
+    least = LEAST_TILES if student.q.device.type == "cuda" else INTERPRETER_LEAST_TILES
+    parts = max(min(PROGRAMS // (blocks * student.q.shape[1]), loop // least), 1)
+    each = -(-loop // parts)
+    return -(-loop // each), each
+
+
+def choose_tiling(teacher: Side, student: Side, axis: int) -> DivergenceTiling:
     if student.q.device.type == "cpu":
         return INTERPRETER_TILING
     width = max(next_power_of_two(side.q.shape[-1], 64) for side in (teacher, student))
-    return (HALF_TILINGS if student.q.dtype in HALF_DTYPES else FLOAT32_TILINGS)[width]
+    return (HALF_TILINGS if student.q.dtype in HALF_DTYPES else FLOAT32_TILINGS)[width][axis]
 
 
 def kernel_scalars(
