@@ -20,8 +20,9 @@ MASKS: dict[str, Any] = {
     "none": None,
     "causal": foci.causal,
     "window": foci.causal & foci.window(5),
-    "padding": foci.padding([9, 0]),
-    "documents": foci.documents([0] * 7 + [1] * 11 + [2] * 5),
+    # On the device already: copies of a list are not told to be the same.
+    "padding": foci.padding(torch.tensor([9, 0], device=DEVICE)),
+    "documents": foci.documents(torch.tensor([0] * 7 + [1] * 11 + [2] * 5, device=DEVICE)),
 }
 
 

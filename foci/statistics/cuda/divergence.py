@@ -44,7 +44,7 @@ ROWS, COLUMNS = 0, 1
 # By dtype and by the larger width, at least 64, for rows and columns: fixed, and independent of the lengths.
 HALF_TILINGS = {
     64: (DivergenceTiling(128, 64, 8, 3), DivergenceTiling(128, 64, 8, 3)),
-    128: (DivergenceTiling(128, 64, 8, 3), DivergenceTiling(128, 64, 8, 3)),
+    128: (DivergenceTiling(64, 64, 4, 3), DivergenceTiling(128, 64, 8, 3)),
     256: (DivergenceTiling(64, 64, 8, 2), DivergenceTiling(64, 64, 8, 2)),
 }
 FLOAT32_TILINGS = {
