@@ -51,6 +51,10 @@ class Input(NamedTuple):
         return {self.shape[-2]} | ({math.prod(self.shape[2:]), math.prod(self.shape[1:3])} if is_image else set())
 
 
+# Where a module was given one sequence, nothing else of it matters.
+ONE_INPUT = [Input("", 0, (0, 0))]
+
+
 class LeafCall(NamedTuple):
     """A call of a leaf module inside an attention module; `width` of its output, 0 if it is not a projection."""
 
@@ -88,6 +92,9 @@ class ModuleInputs:
                 value = args[index] if index < len(args) else kwargs.get(parameter)
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
                     tensors[parameter] = value
+            if len(tensors) < 2:
+                self._inputs[name] = ONE_INPUT if tensors else []
+                return
             self._inputs[name] = [
                 Input(each, address_of(tensors[each]), tuple(tensors[each].shape)) for each in tensors
             ]

@@ -82,17 +82,18 @@ def is_inside(name: str, outer: str) -> bool:
 
 def list_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """What `model.named_modules()` gives, without its nested generators, which are slow for hundreds of modules."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    pending = [("", model)]
-    while pending:
-        name, module = pending.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            found.append((name, module))
-            prefix = f"{name}." if name else ""
-            children = [(prefix + part, child) for part, child in module._modules.items() if child is not None]
-            pending += children[::-1]
+    found: list[tuple[str, nn.Module]] = [("", model)]
+    seen = {id(model)}
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for part, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append((prefix + part, child))
+                if child._modules:
+                    visit(f"{prefix}{part}.", child)
+
+    visit("", model)
     return found
 
 

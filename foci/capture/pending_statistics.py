@@ -47,7 +47,7 @@ class PlainCall(NamedTuple):
     mask: Mask | None
     lse: Tensor  # (B, H, T)
     is_cross: bool | None
-    original: tuple[Any, Any]
+    original: tuple[Any, ...]
 
     @property
     def is_changed(self) -> bool:

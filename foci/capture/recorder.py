@@ -37,7 +37,6 @@ from foci.record.layer import Layer, join_steps
 from foci.record.record import Record
 from foci.runtime.interception import HANDLING, get_interceptors
 from foci.runtime.tracing import is_recomputation
-from foci.weights.tensors import fingerprint
 from foci.weights.weights import Weights, format_bytes
 
 if TYPE_CHECKING:
@@ -321,7 +320,9 @@ class Recorder:
             return None
         out, lse = found
         batch, heads, length, _ = q.shape
-        shape, original = (batch, heads, length, length), (fingerprint(q), fingerprint(k))
+        shape = batch, heads, length, length
+        # What `fingerprint` returns for these, without its checks.
+        original = tuple((each._version, each.data_ptr(), each.shape, each.stride()) for each in (q, k))
         call = PlainCall(name, self._pass_number, shape, q, k, v, mask, lse, is_cross, original)
         self._check_plain_limit(call)
         self.count_call(name)
@@ -337,8 +338,7 @@ class Recorder:
         return not self._had_dynamo and "torch._dynamo" in sys.modules
 
     def _check_plain_limit(self, call: PlainCall) -> None:
-        tensors = call.q, call.k, call.v, call.lse
-        size = sum(each.nbytes for each in tensors) if self.keep is None else self.keep.nbytes(*call.shape)
+        size = 3 * call.q.nbytes + call.lse.nbytes if self.keep is None else self.keep.nbytes(*call.shape)
         if not self.plain_calls or self._kept_bytes + size > self.limit:
             log = LayerLog(call.name, self.layer_names.of(call.name), (), self.keep, None, self.host_copier)
             self._check_limit(log, call.to_weights(), call.v)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ UNSUPPORTED_OPTIONS = {"cache": "a paged cache", "block_indices": "blocks chosen
 OTHER_OPTIONS = (*UNSUPPORTED_OPTIONS, "softcap", "s_aux", "position_bias", "indices")
 
 
+@cache
 def register() -> None:
     """Registers the implementation with transformers: the attention and its mask function, which reads the padding."""
     try:
