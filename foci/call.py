@@ -117,7 +117,7 @@ def attention(
             return intercept(attention, (query, key, value), options)  # type: ignore[no-any-return]
         overridden: Any = handle_torch_function(attention, (query, key, value), query, key, value, **options)  # type: ignore[arg-type]
         return overridden  # type: ignore[no-any-return]
-    if type(query) is not Tensor and is_sharded(query, key, value):
+    if not (type(query) is type(key) is type(value) is Tensor) and is_sharded(query, key, value):
         options = {"score": score, "mask": mask, "bias": bias, "sink": sink, "positions": positions}
         options |= {"dropout": dropout, "backend": backend, "return_weights": return_weights}
         return attend_sharded(query, key, value, options)  # type: ignore[no-any-return]

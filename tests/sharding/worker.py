@@ -193,6 +193,7 @@ def check_refusals(mesh: DeviceMesh) -> None:
     _, weights = foci.attention(y, y, y, return_weights=True)
     wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "must all be DTensors", lambda: foci.attention(y, x, x)),
+        (TypeError, "must all be DTensors", lambda: foci.attention(x, y, y)),
         (ValueError, "lengths must", lambda: foci.attention(y, y, y, mask=foci.padding([1, 2]))),
         (ValueError, "slopes must", lambda: foci.attention(y, y, y, bias=foci.ALiBi(torch.ones(2)))),
         (IndexError, "must name queries or keys", lambda: weights[0]),
