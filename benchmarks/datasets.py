@@ -145,13 +145,13 @@ def transcripts(content: str) -> Iterator[tuple[str, str]]:
 
 def imdb(data: Path, out: Path) -> None:
     """JSONL -> JSONL with text and label; dev: every tenth of train."""
-    train = list(reviews(data / "train.jsonl.xz"))
+    train = list(imdb_rows(data / "train.jsonl.xz"))
     write_lines(out / "dev.jsonl", train[::10])
     write_lines(out / "train.jsonl", [row for number, row in enumerate(train) if number % 10])
-    write_lines(out / "test.jsonl", reviews(data / "test.jsonl.xz"))
+    write_lines(out / "test.jsonl", imdb_rows(data / "test.jsonl.xz"))
 
 
-def reviews(path: Path) -> Iterator[dict[str, str]]:
+def imdb_rows(path: Path) -> Iterator[dict[str, str]]:
     with lzma.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
@@ -165,6 +165,25 @@ def sst2(data: Path, out: Path) -> None:
         lines = (data / f"stsa.binary.{split}").read_text(encoding="utf-8").splitlines()
         pairs = (line.split(" ", 1) for line in lines if line)
         write_table(out / f"{split}.tsv", ("text", "label"), [(text, FEELINGS[label]) for label, text in pairs])
+
+
+def reviews(data: Path, out: Path) -> None:
+    """`label text` -> TSV with text and label: train and dev of both files together, test of each file by itself.
+
+    The smaller file is in train three times, so that both weigh about the same.
+    """
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name in ("labelled_sentences", "polarity"):
+        for split in ("train", "dev", "test"):
+            with lzma.open(data / f"{name}.{split}.tsv.xz", "rt", encoding="utf-8") as file:
+                pairs = [line.rstrip("\n").split("\t", 1) for line in file]
+            target = f"test.{name}" if split == "test" else split
+            parts.setdefault(target, []).extend(
+                (text, label)
+                for label, text in pairs * (3 if target == "train" and name == "labelled_sentences" else 1)
+            )
+    for target, rows in parts.items():
+        write_table(out / f"{target}.tsv", ("text", "label"), rows)
 
 
 def aeslc(data: Path, out: Path) -> None:
@@ -226,7 +245,8 @@ def write_lines(path: Path, rows: Iterable[dict[str, str]]) -> None:
 
 
 DATASETS: dict[str, Callable[[Path, Path], None]] = {
-    each.__name__: each for each in (fashion_mnist, fsdd, an4_mfcc, imdb, sst2, aeslc, scitldr, tinyshakespeare)
+    each.__name__: each
+    for each in (fashion_mnist, fsdd, an4_mfcc, imdb, sst2, reviews, aeslc, scitldr, tinyshakespeare)
 }
 
 

@@ -54,12 +54,12 @@ def test_every_model_names_its_source_licence_and_score(name: str) -> None:
 
 
 def test_models_that_ship() -> None:
-    assert list_pretrained() == ["generation", "speech", "translation", "vision"]
+    assert list_pretrained() == ["generation", "sentiment", "speech", "translation", "vision"]
 
 
 def test_model_files_stay_small() -> None:
     sizes = [path.stat().st_size for path in MODELS_DIRECTORY.rglob("*") if path.is_file()]
-    assert sum(sizes) <= 30 * 10**6
+    assert sum(sizes) <= 36 * 10**6
     assert max(sizes) < 15 * 2**20
 
 
@@ -77,6 +77,44 @@ def test_generation_continues_the_prompt() -> None:
     text = pretrained("generation")("ROMEO:")
     assert text.startswith("ROMEO:\n")
     assert len(set(text.split())) > 10
+
+
+# Many turn on a negation; the model fails at most of those that negate a bad word.
+POSITIVE_TEXTS = [
+    "I loved it",
+    "The food was great and the staff friendly.",
+    "The best pizza in town.",
+    "Works great",
+    "a moving and funny film",
+    "not bad at all",
+    "Not bad at all!",
+    "never disappoints",
+    "I can't recommend it enough.",
+    "This movie is not boring.",
+    "I don't hate it.",
+]
+NEGATIVE_TEXTS = [
+    "The battery died after two days.",
+    "a waste of time",
+    "terrible service",
+    "dull and lifeless",
+    "I did not like it.",
+    "It was not good.",
+    "I would not recommend this phone to anyone.",
+    "There is nothing good about this film.",
+    "It doesn't work.",
+]
+
+
+def test_sentiment_tells_good_from_bad() -> None:
+    model = pretrained("sentiment")
+    answers = [answer.split()[0] for answer in model([*POSITIVE_TEXTS, *NEGATIVE_TEXTS])]
+    right = [*["positive"] * len(POSITIVE_TEXTS), *["negative"] * len(NEGATIVE_TEXTS)]
+    assert answers[:5] == right[:5]
+    assert sum(answer == each for answer, each in zip(answers, right, strict=True)) >= 14
+    record = model.show("I loved it")
+    assert [text.strip() for text in record.labels["input"].texts[0][1:]] == ["i", "loved", "it"]
+    assert record.answer == model("I loved it")
 
 
 def test_vision_names_clothes(tmp_path: Path) -> None:

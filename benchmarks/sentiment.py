@@ -1,0 +1,230 @@
+"""Finish and score models for reviews: add logistic regression, calibrate, and compare with TF-IDF.
+
+    python benchmarks/sentiment.py trained/reviews-1 trained/reviews-2 ... --data DATA --out trained/finished
+
+The folders are seeds of the config sentiment-reviews, trained by benchmarks/train.py. A logistic regression over the
+tokens, fitted on the train set alone, is added to the linear term that each token has in the model: fitted before the
+training it would leave the encoder nothing to learn. Its weight and the temperature of the softmax are chosen on dev.
+The baseline, TF-IDF and logistic regression, has its regularization and n-grams chosen on dev, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from foci.inputs.padding import pad_sequences
+from foci.inputs.text import PAD
+from foci.nn.classifier import TextClassifier
+from foci.tasks.model_file import load_trained_model, save_trained_model
+from foci.tasks.sentiment import LabelledText, Sentiment
+
+POSITIVE = "positive"
+PARTS = ("dev", "test.labelled_sentences", "test.polarity")
+STRENGTHS, NGRAMS = (1.0, 2.0, 4.0, 8.0, 16.0), (1, 2)
+# Of the regression that is added: inverse regularization, and what its features are divided by.
+STRENGTH, FEATURE_SCALE = 1.0, 18.0
+MIXES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+WORD = re.compile(r"\b\w\w+\b")
+BINS = 10
+
+
+class Features:
+    """Sparse rows as one list of columns and values, for `embedding_bag`."""
+
+    def __init__(self, rows: Sequence[dict[int, float]]) -> None:
+        self.columns = torch.tensor([column for row in rows for column in row])
+        self.values = torch.tensor([value for row in rows for value in row.values()])
+        counts = torch.tensor([len(row) for row in rows])
+        self.starts = counts.cumsum(0) - counts
+
+    def __matmul__(self, weights: Tensor) -> Tensor:
+        table = weights[:, None]
+        return F.embedding_bag(self.columns, table, self.starts, mode="sum", per_sample_weights=self.values)[:, 0]
+
+
+def fit_logistic_regression(features: Features, targets: Tensor, width: int, strength: float) -> tuple[Tensor, Tensor]:
+    """Weights and bias, as scikit-learn defines the regularization: C is `strength`, the bias is free."""
+    weights, bias = torch.zeros(width, requires_grad=True), torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights, bias], max_iter=100, line_search_fn="strong_wolfe")
+
+    def compute_loss() -> Tensor:
+        optimizer.zero_grad()
+        fit = F.binary_cross_entropy_with_logits(features @ weights + bias, targets, reduction="sum")
+        loss = strength * fit + weights.square().sum() / 2
+        loss.backward()
+        return loss
+
+    optimizer.step(compute_loss)
+    return weights.detach(), bias.detach()
+
+
+class TfIdf:
+    """Words and n-grams of words as unit vectors: counts times smoothed inverse document frequency."""
+
+    def __init__(self, texts: Sequence[str], ngrams: int) -> None:
+        self.ngrams = ngrams
+        seen = Counter(term for text in texts for term in set(self.terms(text)))
+        self.columns = {term: column for column, term in enumerate(seen)}
+        self.rarity = {term: float(torch.tensor((1 + len(texts)) / (1 + n)).log()) + 1 for term, n in seen.items()}
+
+    def terms(self, text: str) -> list[str]:
+        words = WORD.findall(text.lower())
+        return [" ".join(words[i : i + n]) for n in range(1, self.ngrams + 1) for i in range(len(words) - n + 1)]
+
+    def __call__(self, texts: Sequence[str]) -> Features:
+        rows = []
+        for text in texts:
+            row = {term: n * self.rarity[term] for term, n in Counter(self.terms(text)).items() if term in self.rarity}
+            norm = sum(value**2 for value in row.values()) ** 0.5 or 1.0
+            rows.append({self.columns[term]: value / norm for term, value in row.items()})
+        return Features(rows)
+
+
+def labels_of(examples: Sequence[LabelledText]) -> Tensor:
+    return torch.tensor([float(each.label == POSITIVE) for each in examples])
+
+
+def measure_accuracy(logits: Tensor, examples: Sequence[LabelledText]) -> float:
+    return 100.0 * float(((logits > 0) == labels_of(examples).bool()).float().mean())
+
+
+def score_baseline(train: Sequence[LabelledText], sets: dict[str, list[LabelledText]]) -> dict[str, float]:
+    """The accuracy of TF-IDF and logistic regression on each set; the settings are those that are best on dev."""
+    best: tuple[float, dict[str, float]] = (-1.0, {})
+    for ngrams in NGRAMS:
+        vectors = TfIdf([each.text for each in train], ngrams)
+        features = vectors([each.text for each in train])
+        tests = {name: vectors([each.text for each in examples]) for name, examples in sets.items()}
+        for strength in STRENGTHS:
+            weights, bias = fit_logistic_regression(features, labels_of(train), len(vectors.columns), strength)
+            scores = {name: measure_accuracy(tests[name] @ weights + bias, sets[name]) for name in sets}
+            print(f"baseline, {ngrams}-grams, C {strength:g}: {show_scores(scores)}", flush=True)
+            best = max(best, (scores["dev"], scores), key=lambda pair: pair[0])
+    return best[1]
+
+
+def fit_token_table(task: Sentiment, train: Sequence[LabelledText]) -> Tensor:
+    """The logit of each token of the model's own vocabulary by logistic regression: (vocabulary,)."""
+    rows = [Counter(task.tokens(each)) for each in train]
+    seen = torch.zeros(task.tokenizer.vocabulary)
+    for row in rows:
+        seen[torch.tensor(sorted(row))] += 1
+    rarity = (((1 + len(rows)) / (1 + seen)).log() + 1) / FEATURE_SCALE
+    features = Features([{token: n * float(rarity[token]) for token, n in row.items()} for row in rows])
+    weights, _ = fit_logistic_regression(features, labels_of(train), len(rarity), STRENGTH)
+    return weights * rarity
+
+
+@torch.no_grad()
+def compute_logits(task: Sentiment, model: TextClassifier, examples: Sequence[LabelledText]) -> Tensor:
+    """How much more likely positive is than negative, in nats: (N,)."""
+    parts = []
+    for first in range(0, len(examples), 200):
+        tokens, lengths = pad_sequences([task.tokens(each) for each in examples[first : first + 200]], PAD, multiple=1)
+        logits = model(tokens, padding=lengths).logits
+        parts.append(logits[:, task.labels.index(POSITIVE)] * 2 - logits.sum(1))
+    return torch.cat(parts)
+
+
+def add_table(task: Sentiment, model: TextClassifier, table: Tensor) -> None:
+    """Add logits of tokens to the model's own."""
+    assert model.evidence is not None
+    sign = torch.tensor([1.0 if label == POSITIVE else -1.0 for label in task.labels])
+    with torch.no_grad():
+        # Half of it for either class: the difference is the table.
+        model.evidence.table += table[:, None] * sign / 2 / model.evidence.scale
+
+
+def divide_logits(model: TextClassifier, temperature: float) -> None:
+    """Divide the logits by a temperature; they are linear in these parameters."""
+    assert model.evidence is not None
+    with torch.no_grad():
+        for parameter in (model.head.weight, model.head.bias, model.evidence.scale):
+            parameter /= temperature
+
+
+def choose_temperature(logits: Tensor, examples: Sequence[LabelledText]) -> float:
+    """The temperature with the lowest cross-entropy."""
+    candidates = [0.5 + 0.02 * step for step in range(150)]
+    return min(
+        candidates, key=lambda each: float(F.binary_cross_entropy_with_logits(logits / each, labels_of(examples)))
+    )
+
+
+def calibration_error(logits: Tensor, examples: Sequence[LabelledText]) -> float:
+    """The mean distance of the stated probability from the share of correct answers, in ten bins, in percent."""
+    sure = logits.abs().sigmoid()
+    correct = ((logits > 0) == labels_of(examples).bool()).float()
+    place = ((sure - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
+    bins = [place == number for number in range(BINS) if bool((place == number).any())]
+    return 100.0 * sum(float(each.float().mean() * (sure[each].mean() - correct[each].mean()).abs()) for each in bins)
+
+
+def show_scores(scores: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in scores.items())
+
+
+def finish(folder: Path, data: Path, out: Path | None) -> dict[str, float]:
+    """Add the regression, calibrate, score; write the finished model."""
+    task, model, about = load_trained_model(folder)
+    assert isinstance(task, Sentiment)
+    assert isinstance(model, TextClassifier)
+    sets = {name: task.read([data / f"{name}.tsv"], task.settings) for name in PARTS}
+    table = fit_token_table(task, task.read([data / "train.tsv"], task.settings))
+    plain = {name: measure_accuracy(compute_logits(task, model, sets[name]), sets[name]) for name in sets}
+    own = compute_logits(task, model, sets["dev"])
+    add_table(task, model, table)
+    change = compute_logits(task, model, sets["dev"]) - own
+    mix = max(MIXES, key=lambda each: (measure_accuracy(own + each * change, sets["dev"]), -each))
+    add_table(task, model, (mix - 1.0) * table)
+    temperature = choose_temperature(own + mix * change, sets["dev"])
+    divide_logits(model, temperature)
+    logits = {name: compute_logits(task, model, sets[name]) for name in sets}
+    scores = {name: measure_accuracy(logits[name], sets[name]) for name in sets}
+    errors = {name: calibration_error(logits[name], sets[name]) for name in sets}
+    print(f"{folder.name}: without the regression {show_scores(plain)}; regression x {mix:g} {show_scores(scores)};")
+    print(f"  temperature {temperature:.2f}, calibration error {show_scores(errors)}", flush=True)
+    if out is not None:
+        target = out / folder.name
+        target.mkdir(parents=True, exist_ok=True)
+        save_trained_model(target / "model.safetensors", task, model, about)
+        for name in ("config.toml", "metrics.jsonl"):
+            shutil.copy(folder / name, target)
+    return scores
+
+
+def main() -> None:
+    """Print the baseline, each seed and the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path)
+    parser.add_argument("--data", type=Path, required=True, help="the folder that benchmarks/datasets.py reviews wrote")
+    parser.add_argument("--out", type=Path, help="write the finished models to this folder")
+    parser.add_argument("--baseline", action="store_true", help="score TF-IDF and logistic regression, too")
+    options = parser.parse_args()
+    if options.baseline:
+        read: Callable[[str], Any] = lambda name: Sentiment.read([options.data / f"{name}.tsv"], None)  # type: ignore[arg-type]  # noqa: E731
+        # Each sentence once: the repetition of the smaller file makes the baseline worse on the larger one.
+        train = list(dict.fromkeys(read("train")))
+        print(f"baseline, chosen on dev: {show_scores(score_baseline(train, {name: read(name) for name in PARTS}))}")
+    scores = [finish(folder, options.data, options.out) for folder in options.folders]
+    if scores:
+        medians = {name: statistics.median(each[name] for each in scores) for name in PARTS}
+        print(f"median of {len(scores)}: {show_scores(medians)}")
+
+
+if __name__ == "__main__":
+    main()
