@@ -110,7 +110,7 @@ def configs(q: Tensor, k: Tensor, lse: Tensor, case: Case, wanted: Request) -> d
     chosen = launcher.choose_config(arguments, False, wanted)
     found = {"triton": default_config(case.width, q.dtype, wanted, is_tma_compatible(k), short=False)}
     if not hopper.refuses(arguments, False, wanted):
-        found = {"gluon": hopper.hopper_config(wanted)} | found
+        found = {"gluon": hopper.hopper_config(wanted, case.tokens)} | found
     return {name: (config, config == chosen) for name, config in found.items()}
 
 

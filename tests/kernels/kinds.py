@@ -94,6 +94,7 @@ KINDS: dict[str, Kind] = {
     "additive one query": (HALF, 64, 1, True, False, lambda d, t: {"score": foci.Additive(tensor(d))}),
     "causal summary": (HALF, 64, LENGTH, False, True, lambda d, t: {"mask": foci.causal}),
     "causal summary 128": (HALF, 128, LENGTH, False, True, lambda d, t: {"mask": foci.causal}),
+    "causal summary any length": (HALF, 128, 2000, False, True, lambda d, t: {"mask": foci.causal}),
     "summary odd length": (HALF, 64, 200, False, True, lambda d, t: {}),
     "summary float32": (FULL, 64, LENGTH, False, True, lambda d, t: {}),
 }  # fmt: skip
@@ -187,7 +188,7 @@ def collect_kind(name: str, capability: int) -> list[CollectedLaunch]:
         FakeTensorMode(allow_non_fake_inputs=True),
         collect_launches() as collected,
     ):
-        q, k = tensor(2, 8, queries, width, dtype=dtype), tensor(2, 8, LENGTH, width, dtype=dtype)
+        q, k = tensor(2, 8, queries, width, dtype=dtype), tensor(2, 8, max(LENGTH, queries), width, dtype=dtype)
         chosen = None if name.startswith(("causal summary", "summary")) else "triton"
         arguments = build(width, queries)
         if chosen == "triton":

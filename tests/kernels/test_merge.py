@@ -49,6 +49,8 @@ def test_received_weights_are_summed(slots: int, keys: int) -> None:
 def cells_of(weights: Tensor, picture: PictureMerge) -> Tensor:
     """The sums that a tile pass writes for these weights (PAIRS, queries, keys), in memory full of NaN."""
     rows, columns, layout, queries, keys, tile_queries = picture
+    if layout.cut:
+        return cut_cells_of(weights, picture)
     cells = torch.full((PAIRS, layout.lines, columns * layout.across), torch.nan, device=DEVICE)
     for r in range(rows):
         span = range(r * queries // rows, (r + 1) * queries // rows)
@@ -63,12 +65,29 @@ def cells_of(weights: Tensor, picture: PictureMerge) -> Tensor:
     return cells
 
 
+def cut_cells_of(weights: Tensor, picture: PictureMerge) -> Tensor:
+    """The sums of strips of queries and of 16 keys, in two parts where a column starts among these."""
+    rows, columns, layout, queries, keys, _ = picture
+    cells = torch.full((PAIRS, layout.lines, layout.cut), torch.nan, device=DEVICE)
+    strips, starts = rows * layout.row_step, [c * keys // columns for c in range(1, columns)]
+    for strip in range(strips):
+        here = weights[:, strip * queries // strips : (strip + 1) * queries // strips].sum(1)
+        for group in range(layout.cut // 2):
+            stop = next((start for start in starts if 16 * group < start < 16 * group + 16), 16 * group + 16)
+            cells[:, strip, 2 * group] = here[:, 16 * group : stop].sum(-1)
+            cells[:, strip, 2 * group + 1] = here[:, stop : 16 * group + 16].sum(-1)
+    return cells
+
+
 PICTURES = [
     # Cells of several tiles, tiles of several cells, and cells that do not align with tiles.
     PictureMerge(7, 30, PictureCells(21, 2, 0, 1), 21 * 16, 60, 16),
     PictureMerge(12, 30, PictureCells(12, 1, 1, 0), 48, 60, 16),
     PictureMerge(11, 13, PictureCells(11 + 7, 1), 100, 90, 16),
     PictureMerge(3, 13, PictureCells(3 + 7, 4), 100, 90, 16),
+    # Cells that start at any query and any key, in strips of the kernel for Hopper.
+    PictureMerge(5, 7, PictureCells(8, 1, row_step=1, tile_step=0, cell_queries=32, cut=16), 151, 127, 128),
+    PictureMerge(3, 5, PictureCells(8, 1, row_step=2, tile_step=0, cell_queries=32, cut=32), 187, 250, 64),
 ]
 
 

@@ -16,7 +16,7 @@ LOADS_AHEAD = tl.constexpr(8)
 # A new value of one of these does not trigger a compilation.
 LENGTHS = [
     "pairs", "slots", "queries", "keys", "picture_rows", "picture_columns", "picture_lines", "tile_queries",
-    "row_step", "tile_step", "across", "chosen_size", "logits_each",
+    "row_step", "tile_step", "across", "cut", "chosen_size", "logits_each",
 ]  # fmt: skip
 
 
@@ -55,12 +55,39 @@ def merge_cells(
         tl.store(picture + line.to(tl.int64) * columns + c, total / area, mask=c < columns)
 
 
+@triton.jit
+def merge_cut_cells(cells, picture, line, queries, keys, rows, columns, lines, row_step, width, BN: tl.constexpr):
+    """The means of one row of one picture whose columns start at any key: `row_step` lines of `width` sums.
+
+    Each 16 keys have two sums: of the keys before the next column, and of the others (sums_hopper.py).
+    """
+    row = line % rows
+    top = floor_divide(row.to(tl.int64) * queries, rows)
+    bottom = floor_divide((row.to(tl.int64) + 1) * queries, rows)
+    cells += ((line // rows).to(tl.int64) * lines + row * row_step) * width
+    # The most groups of 16 keys that a column touches.
+    most = (tl.cdiv(keys, columns) + 14) // 16 + 1
+    for start in range(0, columns, BN // 2):
+        c = start + tl.arange(0, BN // 2)
+        left = floor_divide(c.to(tl.int64) * keys, columns)
+        right = floor_divide((c.to(tl.int64) + 1) * keys, columns)
+        total = tl.zeros((BN // 2,), tl.float32)
+        for group in range(most):
+            at = left // 16 + group
+            other = (group == 0) & (left % 16 != 0)
+            there = (c < columns) & (at * 16 < right)
+            total = sum_strided(total, cells + 2 * at + other.to(tl.int32), there, row_step, width)
+        area = (bottom - top).to(tl.float32) * (right - left).to(tl.float32)
+        tl.store(picture + line.to(tl.int64) * columns + c, total / area, mask=c < columns)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def merge_statistics(
     columns, received, cells, picture, chosen, top_keys, logits, largest,
     pairs, slots, queries, keys, picture_rows, picture_columns, picture_lines, tile_queries, row_step, tile_step,
-    across, chosen_size, logits_each,
-    RECEIVED: tl.constexpr, PICTURE: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr, BN: tl.constexpr,
+    across, cut, chosen_size, logits_each,
+    RECEIVED: tl.constexpr, PICTURE: tl.constexpr, CUT: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """Each program takes one block of one of these tasks.
 
@@ -81,10 +108,16 @@ def merge_statistics(
         program -= pairs * blocks
     if PICTURE:
         if (program >= 0) & (program < pairs * picture_rows):
-            merge_cells(
-                cells, picture, program, queries, keys, picture_rows, picture_columns, picture_lines,
-                tile_queries, row_step, tile_step, across, BN,
-            )  # fmt: skip
+            if CUT:
+                merge_cut_cells(
+                    cells, picture, program, queries, keys, picture_rows, picture_columns, picture_lines, row_step,
+                    cut, BN,
+                )  # fmt: skip
+            else:
+                merge_cells(
+                    cells, picture, program, queries, keys, picture_rows, picture_columns, picture_lines,
+                    tile_queries, row_step, tile_step, across, BN,
+                )  # fmt: skip
         program -= pairs * picture_rows
     if TOP:
         blocks = tl.cdiv(chosen_size, BN)

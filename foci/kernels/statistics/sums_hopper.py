@@ -43,15 +43,25 @@ def sum_per_thread(x):
 
 
 @gluon.jit
-def strip_sums(p, STRIP: gl.constexpr):
+def strip_sums(p, STRIP: gl.constexpr, BY_KEY: gl.constexpr):
     """Sum over strips of queries, for keys r and r + 8 of 16: one value per thread each, (BK // 16, 8, 4).
 
     Returns the sums of both keys for each of the 1, 2 or 4 strips, and the sums over all strips for r and for r + 8.
+    BY_KEY: not the sums of both keys, but those of r, then those of r + 8.
     """
     DOWN: gl.constexpr = p.shape[1] // STRIP
     sums = gl.sum(gl.sum(p.reshape((BK, DOWN, STRIP // 8, 4, 2)), 4), 2)
     first, second = sums.reshape((BK // 16, 2, 8, DOWN, 4)).permute((0, 2, 3, 4, 1)).split()
-    both = first + second
+    if BY_KEY:
+        strips = (split_strips(first, DOWN), split_strips(second, DOWN))
+    else:
+        strips = split_strips(first + second, DOWN)
+    return strips, gl.sum(first, 2), gl.sum(second, 2)
+
+
+@gluon.jit
+def split_strips(both, DOWN: gl.constexpr):
+    """(BK // 16, 8, DOWN, 4) -> DOWN times (BK // 16, 8, 4)."""
     if DOWN == 4:
         a, b = both.reshape((BK // 16, 8, 2, 2, 4)).permute((0, 1, 2, 4, 3)).split()
         a, c = a.permute((0, 1, 3, 2)).split()
@@ -61,7 +71,7 @@ def strip_sums(p, STRIP: gl.constexpr):
         strips = both.permute((0, 1, 3, 2)).split()
     else:
         strips = (gl.sum(both, 2),)
-    return strips, gl.sum(first, 2), gl.sum(second, 2)
+    return strips
 
 
 @gluon.jit
@@ -76,12 +86,16 @@ def thread_coordinates(x):
 
 
 @gluon.jit
-def add_received(t, first, second, columns):
+def add_received(t, first, second, columns, T, RAGGED: gl.constexpr):
     """Two of four lanes add, for key r and for r + 8: always the same ones, so the order of the sums is fixed."""
     warp, r, lane = thread_coordinates(first)
     received = fold_lanes(first, second, lane % 2 == 1, "1")
     received += shuffle_lanes(received, "2")
-    gl.atomic_add(columns + t * BK + (warp * 16 + (lane % 2) * 8 + r), received, mask=lane < 2, sem="relaxed")
+    key = warp * 16 + (lane % 2) * 8 + r
+    there = lane < 2
+    if RAGGED:
+        there = there & (t * BK + key < T)
+    gl.atomic_add(columns + t * BK + key, received, mask=there, sem="relaxed")
 
 
 @gluon.jit
@@ -117,13 +131,92 @@ def write_cells(t, strips, cells_at, picture_columns, DOWN: gl.constexpr, WIDE: 
 
 
 @gluon.jit
+def divide(n, divisor, inverse):
+    """n // divisor for n below 2**24: the quotient of floats, corrected; an integer division takes 30 instructions."""
+    quotient = (n.to(gl.float32) * inverse).to(gl.int32)
+    rest = n - quotient * divisor
+    return quotient + (rest >= divisor).to(gl.int32) - (rest < 0).to(gl.int32)
+
+
+@gluon.jit
+def add_quads(strips, lane, DOWN: gl.constexpr):
+    """Sum each strip over four lanes; lane l has the sum of strip (l % 2) * 2 + l // 2 of 4, or l % 2 of 2."""
+    odd = lane % 2 == 1
+    if DOWN == 4:
+        low = fold_lanes(strips[0], strips[2], odd, "1")
+        high = fold_lanes(strips[1], strips[3], odd, "1")
+        total = fold_lanes(low, high, lane >= 2, "2")
+    elif DOWN == 2:
+        total = fold_lanes(strips[0], strips[1], odd, "1")
+        total += shuffle_lanes(total, "2")
+    else:
+        total = strips[0] + shuffle_lanes(strips[0], "1")
+        total += shuffle_lanes(total, "2")
+    return total
+
+
+@gluon.jit
+def select_key(first, second, in_first, in_second):
+    return gl.where(in_first, first, 0.0) + gl.where(in_second, second, 0.0)
+
+
+@gluon.jit
+def select_keys(first, second, in_first, in_second, DOWN: gl.constexpr):
+    """The sum of key r where in_first and of key r + 8 where in_second, for each strip."""
+    if DOWN == 4:
+        strips = (
+            select_key(first[0], second[0], in_first, in_second),
+            select_key(first[1], second[1], in_first, in_second),
+            select_key(first[2], second[2], in_first, in_second),
+            select_key(first[3], second[3], in_first, in_second),
+        )
+    elif DOWN == 2:
+        strips = (
+            select_key(first[0], second[0], in_first, in_second),
+            select_key(first[1], second[1], in_first, in_second),
+        )
+    else:
+        strips = (select_key(first[0], second[0], in_first, in_second),)
+    return strips
+
+
+@gluon.jit
+def write_cut_cells(t, strips, cells_at, picture_columns, cut, DOWN: gl.constexpr):
+    """Write two sums of the 16 keys of a warp: of those before the next column of the picture, and of the others.
+
+    Columns have at least 16 keys, so at most one starts among the keys of a warp. merge.py adds the parts of a column.
+    """
+    T, columns, inverse_T, inverse_columns = cut
+    warp, r, lane = thread_coordinates(strips[0][0])
+    first_key = t * BK + warp * 16
+    column = divide((first_key + 1) * columns - 1, T, inverse_T)
+    stop = divide((column + 1) * T, columns, inverse_columns) - first_key
+    before, before_second = r < stop, r + 8 < stop
+    low = add_quads(select_keys(strips[0], strips[1], before, before_second, DOWN), lane, DOWN)
+    high = add_quads(select_keys(strips[0], strips[1], r >= stop, r + 8 >= stop, DOWN), lane, DOWN)
+    side = r % 2
+    cell = fold_lanes(low, high, side == 1, "4")
+    cell += shuffle_lanes(cell, "8")
+    cell += shuffle_lanes(cell, "16")
+    if DOWN == 4:
+        line = (lane % 2) * 2 + lane // 2
+    else:
+        line = lane % 2 if DOWN == 2 else lane * 0
+    at = (t * (BK // 16) + warp) * 2 + side
+    gl.store(cells_at + line * picture_columns + at, cell, mask=(r < 2) & (lane < DOWN))
+
+
+@gluon.jit
 def write_earlier_tile(
-    t, sums, columns, cells_at, picture_columns,
-    RECEIVED: gl.constexpr, PICTURE: gl.constexpr, DOWN: gl.constexpr, WIDE: gl.constexpr,
+    t, sums, columns, cells_at, picture_columns, cut,
+    RECEIVED: gl.constexpr, PICTURE: gl.constexpr, DOWN: gl.constexpr, WIDE: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Add the sums of tile t to the received weights and to the picture."""
+    """Add the sums of tile t to the received weights and to the picture. `cut` is for `write_cut_cells`."""
     strips, first, second = sums
     if RECEIVED:
-        add_received(t, first, second, columns)
+        add_received(t, first, second, columns, cut[0], RAGGED)
     if PICTURE:
-        write_cells(t, strips, cells_at, picture_columns, DOWN, WIDE)
+        if RAGGED:
+            write_cut_cells(t, strips, cells_at, picture_columns, cut, DOWN)
+        else:
+            write_cells(t, strips, cells_at, picture_columns, DOWN, WIDE)

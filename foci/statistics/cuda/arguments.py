@@ -208,7 +208,7 @@ def picture_arguments(request: Request, cells: PictureCells | None, twice: bool)
     rows, columns, _ = request.picture or (0, 0, "mean")
     return {
         "picture_rows": rows,
-        "picture_columns": columns * cells.across,
+        "picture_columns": cells.line_width(columns),
         "picture_lines": cells.lines,
         "PICTURE": 0 if not request.picture else 1 if cells.cell_queries else 2,
         "CELL_QUERIES": cells.cell_queries or 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,15 +14,26 @@ from foci.gpu.self_check import find_failure, run_in_process
 from foci.runtime.device import major_capability
 from foci.runtime.tracing import is_traced
 from foci.statistics.cuda.arguments import is_tma_compatible
-from foci.statistics.cuda.tiling import KEYS_PER_WARP, LaunchRange, TileConfig, choose_segments, fit_aligned_cells
+from foci.statistics.cuda.tiling import (
+    KEYS_PER_FETCH,
+    KEYS_PER_WARP,
+    LaunchRange,
+    TileConfig,
+    choose_segments,
+    fit_aligned_cells,
+)
 from foci.statistics.request import Request
 
 SUPPORTED_WIDTHS = (64, 128)
-# Keys that are fetched at a time: two tiles.
-KEYS_PER_FETCH = 128
 # As in kernels/statistics/tiles_hopper.py: one segment for even tiles and one for odd ones.
 HOPPER_SEGMENTS = 2
 MIN_CELL_QUERIES = 32
+# Lengths that are not a multiple of 128, and pictures whose cells do not align with tiles: the shortest sequence and
+# the longest; the longest with such a picture, whose partial sums take its square / 64 bytes per head, and the largest
+# product of its columns and keys; the queries of a strip, and the least share of the slots of tiles that has a query.
+MIN_RAGGED_TOKENS, MAX_RAGGED_TOKENS = 512, 2**18
+MAX_RAGGED_PICTURE_TOKENS, MAX_RAGGED_PRODUCT = 16384, 2**24
+RAGGED_STRIP, MIN_FILLED_SLOTS = 32, 0.7
 
 
 def refuses(arguments: dict[str, Any], weighted: bool, request: Request | None = None) -> list[str]:
@@ -69,10 +81,11 @@ def mask_refusals(arguments: dict[str, Any]) -> list[str]:
 
 def shape_refusals(arguments: dict[str, Any]) -> list[str]:
     reasons = []
-    if arguments["Tq"] != arguments["Tk"] or arguments["Tk"] % KEYS_PER_FETCH:
+    queries, keys = arguments["Tq"], arguments["Tk"]
+    if queries != keys or (keys % KEYS_PER_FETCH and not MIN_RAGGED_TOKENS <= keys <= MAX_RAGGED_TOKENS):
         reasons.append(
-            f"queries and keys must be equal and a multiple of {KEYS_PER_FETCH},"
-            f" got {arguments['Tq']} and {arguments['Tk']}"
+            f"queries and keys must be equal and a multiple of {KEYS_PER_FETCH} or from {MIN_RAGGED_TOKENS}"
+            f" to {MAX_RAGGED_TOKENS}, got {queries} and {keys}"
         )
     if arguments["D"] not in SUPPORTED_WIDTHS:
         reasons.append(f"the width must be 64 or 128, got {arguments['D']}")
@@ -97,7 +110,7 @@ def request_refusals(request: Request, arguments: dict[str, Any]) -> list[str]:
         reasons.append("for the largest logit without the entropy, the Triton kernel is as fast")
     if request.top and choose_segments(request.top, 32) != HOPPER_SEGMENTS:
         reasons.append(f"5 to 8 top keys are supported, got {request.top}")
-    if request.picture is not None and not supports_picture(request.picture, tokens, hopper_config(request)):
+    if request.picture is not None and not supports_picture(request.picture, tokens, base_config(request)):
         reasons.append(
             f"a picture of {request.picture[0]} x {request.picture[1]} by {request.picture[2]} is not supported"
         )
@@ -105,16 +118,43 @@ def request_refusals(request: Request, arguments: dict[str, Any]) -> list[str]:
 
 
 def supports_picture(picture: tuple[int, int, str], tokens: int, config: TileConfig) -> bool:
-    """Whether the kernel sums the cells: they align with tiles. A picture of maxima has a pass of its own."""
+    """Whether the kernel sums the cells. A picture of maxima has a pass of its own."""
+    return picture[2] == "max" or has_aligned_cells(picture, tokens, config) or has_ragged_cells(picture, tokens)
+
+
+def has_aligned_cells(picture: tuple[int, int, str], tokens: int, config: TileConfig) -> bool:
     cells = fit_aligned_cells(picture, tokens, tokens, config)
-    fits = cells is not None and cells.cell_keys == KEYS_PER_WARP and cells.cell_queries >= MIN_CELL_QUERIES
-    return picture[2] == "max" or fits
+    return cells is not None and cells.cell_keys == KEYS_PER_WARP and cells.cell_queries >= MIN_CELL_QUERIES
 
 
-def hopper_config(request: Request) -> TileConfig:
+def has_ragged_cells(picture: tuple[int, int, str], tokens: int) -> bool:
+    """Whether strips of queries are well filled, and at most one column starts among the keys of a warp."""
+    rows, columns, _ = picture
+    filled = tokens / (count_strips(picture, tokens) * RAGGED_STRIP)
+    fits = MIN_RAGGED_TOKENS <= tokens <= MAX_RAGGED_PICTURE_TOKENS and tokens * columns < MAX_RAGGED_PRODUCT
+    return fits and tokens >= rows and tokens // columns >= KEYS_PER_WARP and filled >= MIN_FILLED_SLOTS
+
+
+def count_strips(picture: tuple[int, int, str], tokens: int) -> int:
+    """As few strips per row of the picture as hold its queries."""
+    return picture[0] * -(-tokens // (picture[0] * RAGGED_STRIP))
+
+
+def base_config(request: Request) -> TileConfig:
     """Tiles of 64 queries if top keys or the largest product take registers, else of 128."""
     queries = 64 if request.top or request.largest_logit else 128
     return TileConfig(queries, keys=64, warps=4, stages=2, programs_per_sm=2, use_hopper=True)
+
+
+def hopper_config(request: Request, tokens: int) -> TileConfig:
+    """The config for a length: with strips where it or the picture does not align with tiles."""
+    config = base_config(request)
+    picture = request.picture if request.picture and request.picture[2] == "mean" else None
+    if tokens % KEYS_PER_FETCH == 0 and (picture is None or has_aligned_cells(picture, tokens, config)):
+        return config
+    if picture is None:
+        return replace(config, strips=-(-tokens // config.queries), strip_queries=config.queries)
+    return replace(config, strips=count_strips(picture, tokens), strip_queries=RAGGED_STRIP, strip_columns=picture[1])
 
 
 def build_hopper_launch(
@@ -133,8 +173,10 @@ def build_hopper_launch(
         "PICTURE": scalars["PICTURE"] > 0,
     }
     own_scalars |= {"STRIP": scalars["CELL_QUERIES"] if scalars["PICTURE"] else config.queries}
-    own_scalars |= {"WIDE": max(1, scalars["COLUMN_KEYS"] // KEYS_PER_WARP)}
-    own_bindings = {"q": "q_tiles", "k": "k_tiles"} | {name: bindings[name] for name in names}
+    own_scalars |= {"WIDE": max(1, scalars["COLUMN_KEYS"] // KEYS_PER_WARP), "RAGGED": config.strips > 0}
+    own_scalars |= {"tokens": scalars["Tq"], "strips": config.strips, "columns_cut": config.strip_columns}
+    own_scalars |= {name: scalars[name] for name in ("q_batch", "q_head", "q_query")}
+    own_bindings = {"q": "q_tiles", "k": "k_tiles", "q_memory": "q"} | {name: bindings[name] for name in names}
     grid = (part.pairs * scalars["slots"],)
     return KeywordLaunch(kernel, grid, own_bindings, own_scalars, {"num_warps": config.warps, "maxnreg": 255})
 

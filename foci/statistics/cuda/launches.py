@@ -113,11 +113,12 @@ def build_topk_launch(
     """Chooses the top keys of the queries of one launch and lists the doubtful queries."""
     from foci.kernels.statistics.topk import choose_topk as kernel
 
-    queries, top = part.tiles * config.queries, request.top
+    first_query = config.first_query(part.first_tile, q.shape[2])
+    queries, top = config.first_query(part.first_tile + part.tiles, q.shape[2]) - first_query, request.top
     log = (top - 1).bit_length()
     own = {
         "LARGEST": request.largest_logit, "first_pair": part.first_pair,
-        "first_query": part.first_tile * config.queries, "queries": queries, "segments": classes.segments,
+        "first_query": first_query, "queries": queries, "segments": classes.segments,
         "EXACT": needs_exact_weights(q.dtype, classes), "TOP": top,
         "CLASSES": classes.number, "LOG_N": max(log, min(6, (classes.number - 1).bit_length())), "LOG": log,
         "BK": config.keys, "TAG_BITS": classes.tag_bits,
@@ -200,9 +201,10 @@ def build_merge_launch(
     scalars = {
         "pairs": pairs, "slots": slots, "queries": queries, "keys": keys, "picture_rows": rows,
         "picture_columns": across_all, "picture_lines": cells.lines, "tile_queries": tile_queries,
-        "row_step": cells.row_step, "tile_step": cells.tile_step, "across": cells.across,
+        "row_step": cells.row_step, "tile_step": cells.tile_step, "across": cells.across, "cut": cells.cut,
         "chosen_size": chosen, "logits_each": logits, "RECEIVED": columns is not None,
-        "PICTURE": picture is not None, "TOP": chosen > 0, "LARGEST": logits > 0, "BN": MERGE_BLOCK,
+        "PICTURE": picture is not None, "CUT": cells.cut > 0, "TOP": chosen > 0, "LARGEST": logits > 0,
+        "BN": MERGE_BLOCK,
     }  # fmt: skip
     return KeywordLaunch(kernel, (programs,), bindings, scalars, {"num_warps": 4})
 

@@ -140,7 +140,7 @@ def plan_pass(
 def choose_config(arguments: dict[str, Any], weighted: bool, request: Request) -> TileConfig:
     """The config of the kernel for Hopper where it supports the call, else that of the Triton kernel."""
     if not hopper.refuses(arguments, weighted, request):
-        return hopper.hopper_config(request)
+        return hopper.hopper_config(request, arguments["Tk"])
     queries, keys = arguments["Tq"], arguments["Tk"]
     short = max(queries, keys) < SHORT_LENGTH
     config = default_config(arguments["D"], arguments["q"].dtype, request, is_tma_compatible(arguments["k"]), short)
@@ -153,7 +153,7 @@ def choose_config(arguments: dict[str, Any], weighted: bool, request: Request) -
 def plan_tile_pass(tensors: KernelTensors, scalars: dict[str, Any], request: Request, config: TileConfig) -> PassPlan:
     """Plans the pass over the tiles, in as many launches as the candidates for the top keys need."""
     q, keys = tensors.q, tensors.k.shape[2]
-    batch, heads, tiles = q.shape[0], q.shape[1], -(-q.shape[2] // config.queries)
+    batch, heads, tiles = q.shape[0], q.shape[1], config.count_tiles(q.shape[2])
     cells = lay_out_cells(request.picture, q.shape[2], keys, config) if request.picture else None
     classes = choose_key_classes(request.top, keys, config, MIN_TAG_BITS)
     bytes_per_tile = classes.bytes_per_query * config.queries if request.top else 0
@@ -226,7 +226,7 @@ def plan_partial_results(
     if request.received and programs > 1:
         sizes["columns"] = pairs * programs * keys
     if cells and request.picture:
-        sizes["cells"] = pairs * cells.lines * request.picture[1] * cells.across
+        sizes["cells"] = pairs * cells.lines * cells.line_width(request.picture[1])
     return {name: (size, torch.int32 if name == "chosen" else torch.float32) for name, size in sizes.items()}
 
 

@@ -20,6 +20,8 @@ SHORT_LENGTH = 1088
 FEW_CELL_SLOTS = 16
 # Keys of a tile that one warp of the kernel for Hopper holds.
 KEYS_PER_WARP = 16
+# Keys that it fetches at a time: two tiles.
+KEYS_PER_FETCH = 128
 # Number of classes that share one bound on their third largest logit, as in kernels/statistics/tiles.py.
 CLASSES_PER_BOUND = 8
 
@@ -33,7 +35,10 @@ class TileConfig:
     use_tma: TMA fetches the keys, where it can;
     defer_sums: the sums of a tile for `received` and a picture of means are written during the next product;
     mask_all: mask every tile, not only those at the edge of the visible keys, which takes half the time to compile;
-    use_hopper: use the kernel for Hopper, which overlaps the next product with this work: see hopper.py.
+    use_hopper: use the kernel for Hopper, which overlaps the next product with this work: see hopper.py;
+    strips, strip_queries: that kernel for any length: the number of strips that divide the queries evenly, and the
+    queries of a tile that a strip takes; 0 for lengths and pictures that align with its tiles;
+    strip_columns: the columns of a picture whose rows are strips.
     """
 
     queries: int
@@ -45,6 +50,20 @@ class TileConfig:
     defer_sums: bool = False
     mask_all: bool = False
     use_hopper: bool = False
+    strips: int = 0
+    strip_queries: int = 0
+    strip_columns: int = 0
+
+    def count_tiles(self, queries: int) -> int:
+        """Number of tiles of queries."""
+        slots = self.strips * self.strip_queries if self.strips else queries
+        return -(-slots // self.queries)
+
+    def first_query(self, tile: int, queries: int) -> int:
+        """The first query of a tile; `queries` for the tile after the last, at most."""
+        if not self.strips:
+            return tile * self.queries
+        return min(tile * (self.queries // self.strip_queries), self.strips) * queries // self.strips
 
 
 def default_config(width: int, dtype: torch.dtype, request: Request, use_tma: bool, short: bool) -> TileConfig:
@@ -153,7 +172,8 @@ class PictureCells(NamedTuple):
 
     The sum of cell row r over the queries of one tile is in line r * row_step + tile * tile_step. For cells that align
     with tiles: the queries and keys of one sum, and the keys of a column of sums; cell_queries is 0 for others. slots:
-    the most rows or columns of such others in a tile.
+    the most rows or columns of such others in a tile. cut: the numbers of a line where columns are cut at any key (two
+    for each 16 keys), and the lines of row r are those from r * row_step on, row_step of them.
     """
 
     lines: int
@@ -164,11 +184,21 @@ class PictureCells(NamedTuple):
     cell_keys: int = 1
     column_keys: int = 1
     slots: int = 16
+    cut: int = 0
+
+    def line_width(self, columns: int) -> int:
+        """The numbers of a line."""
+        return self.cut or columns * self.across
 
 
 def lay_out_cells(picture: tuple[int, int, str], queries: int, keys: int, config: TileConfig) -> PictureCells:
     """The cells for a picture of means."""
-    rows, tiles = picture[0], -(-queries // config.queries)
+    rows, tiles = picture[0], config.count_tiles(queries)
+    if config.strips:
+        lines = tiles * (config.queries // config.strip_queries)
+        groups = -(-keys // KEYS_PER_FETCH) * (KEYS_PER_FETCH // KEYS_PER_WARP)
+        per_row = config.strips // rows
+        return PictureCells(lines, 1, row_step=per_row, tile_step=0, cell_queries=config.strip_queries, cut=2 * groups)
     aligned = fit_aligned_cells(picture, queries, keys, config)
     if aligned is not None:
         return aligned
