@@ -12,5 +12,6 @@ image_maps: where in an image a word looks, and which words look at a part of it
 head_totals: sums, histograms and maxima over the queries of each head.
 history: every head over the steps of a monitored training.
 record: Record itself.
+compare: two records side by side, with positions aligned by tokens.
 file: saves and loads `.foci` files.
 """

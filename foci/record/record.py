@@ -483,16 +483,17 @@ class Record:
     def save(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Saves the record in the format of the suffix: .foci for `Record.load`, .html a page, .png, .svg, .pdf images.
 
-        The .foci file of a lazy record holds queries and keys, so any statistic can be computed later. Options go to
-        the page or the image.
+        A .gif animates the map of a word over the steps of a diffusion model: `seen.save("shoe.gif", word="shoe")`. The
+        .foci file of a lazy record holds queries and keys, so any statistic can be computed later. Options go to the
+        page or the image.
         """
         self._check_filled()
-        suffix = parse_suffix(path, *SAVE_SUFFIXES)
+        suffix = parse_suffix(path, *SAVE_SUFFIXES, ".gif")
         if suffix == ".html":
             from foci.view.page import document
 
             document.write_html(self._with_matrices(), path, **options)
-        elif suffix in PICTURE_SUFFIXES:
+        elif suffix in (*PICTURE_SUFFIXES, ".gif"):
             from foci.view.figures import plots
 
             plots.save_figure(self._with_matrices(), path, **options)

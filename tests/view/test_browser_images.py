@@ -1,12 +1,14 @@
 """The Image tab: words light up patches, patches light up words; layers, steps, frames, heads."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import foci
 from foci.view.page import payload
 from tests.view import records
-from tests.view.browsing import Look, settle, shares
+from tests.view.browsing import Look, opened, settle, shares
 
 pytestmark = pytest.mark.browser
 
@@ -116,3 +118,28 @@ def test_denoising_steps_have_a_slider(look: Look) -> None:
         assert shares(tab) == pytest.approx({0: 0.1, 1: 0.1, 2: 0.8}, abs=2e-3)
     with look(records.denoising(), "#k=99&v=text") as tab:
         assert tab.get_by_role("tab", selected=True).inner_text() == "Text"
+
+
+def test_two_records_are_compared(look: Look, browser: Any, tmp_path: Path) -> None:
+    a, b = (
+        records.of_texts("Jane", " eats", " soup", seed=1, heads=2),
+        records.of_texts("Jane", " Smith", " eats", seed=2, heads=2),
+    )
+    foci.compare(a, b, names=("short", "long")).save(tmp_path / "x.html")
+    with opened(browser, f"file://{tmp_path / 'x.html'}") as tab:
+        assert tab.get_by_role("tab", selected=True).inner_text() == "Compare"
+        assert tab.locator(".matrices canvas").count() == 3
+        tab.get_by_label("Head", exact=True).select_option("short.L0H1")
+        tab.locator(".comparetext").first.get_by_text("eats").click()
+        settle(tab)
+        rows = tab.locator(".differences tbody tr").all_inner_texts()
+        one, other = a["L0H1"].dense()[0, 1], b["L0H1"].dense()[0, 2]
+        change = {"Jane": other[0] - one[0], "Smith": other[1], "eats": other[2] - one[1], "soup": -one[2]}
+        found = {row.split()[0]: float(row.split()[-1].replace("−", "-")) for row in rows}
+        assert found == pytest.approx({word: 100 * float(value) for word, value in change.items()}, abs=0.06)
+        tab.set_viewport_size({"width": 400, "height": 700})
+        settle(tab)
+        assert tab.evaluate("() => document.documentElement.scrollWidth") == 400
+        for name in ("Text", "Map", "Heads"):
+            tab.get_by_role("tab", name=name).click()
+            settle(tab)

@@ -216,7 +216,9 @@ def test_latin_greek_and_cyrillic_need_no_extra_font() -> None:
 
 
 def test_unknown_figures_and_missing_grids_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"what must be one of matrix, heads, alignment, overlay, entropy, got"):
+    with pytest.raises(
+        ValueError, match=r"what must be one of matrix, heads, alignment, overlay, entropy, words, steps, got"
+    ):
         jane().save(tmp_path / "x.png", what="cake")
     with pytest.raises(ValueError, match=r"labels must be those of an image with a grid of patches, got"):
         plots.plot_overlay(jane())

@@ -18,6 +18,7 @@ from foci.record.record import Record
 from foci.view.colors import LIGHT_RAMP, contrasting_text_color, interpolate_color
 from foci.view.figures import theme
 from foci.view.figures.theme import ACCENT_COLOR, create_colormap, get_axes, use_figure_style
+from foci.view.figures.word_maps import draw_patches, plot_word_maps, plot_word_steps, save_animation
 from foci.view.selection import (
     HeadSelection,
     compute_unit_weights,
@@ -39,8 +40,6 @@ MAX_NAMED_UNITS = 64
 MAX_NUMBERED_UNITS = 20
 MAX_BLOCKS = 256
 THUMBNAIL_SIDE = 48
-# The brightness of black in an image, and the opacity of the largest weight.
-MIN_IMAGE_BRIGHTNESS, MAX_OVERLAY_ALPHA = 0.15, 0.7
 
 
 def plot_matrix(
@@ -248,18 +247,8 @@ def plot_overlay(
     grid = reshape_to_grid(read_rows(selection, batch, [query])[0], keys)
     height, width = grid.shape
     ax = get_axes(ax, (3.4, 0.5 + 2.9 * height / width))
-    box = (-0.5, width - 0.5, height - 0.5, -0.5)
-    most = theme.find_full_color_weight(grid, grid.numel())
-    alpha = None
-    if keys.images is not None:
-        # The image is grey, so every color is attention; small weights are transparent.
-        grey = keys.images[batch].float().mean(-1) / 255
-        ax.imshow(
-            (MIN_IMAGE_BRIGHTNESS + (1 - MIN_IMAGE_BRIGHTNESS) * grey).numpy(), cmap="gray", vmin=0, vmax=1, extent=box
-        )
-        alpha = (MAX_OVERLAY_ALPHA * (grid.nan_to_num(0.0, 0.0, 0.0) / most).sqrt()).numpy()
-    # The last colors of the ramp are too dark to be seen over a dark image.
-    image = ax.imshow(grid.numpy(), cmap=create_colormap(LIGHT_RAMP[:5]), vmin=0, vmax=most, alpha=alpha)
+    picture = None if keys.images is None else keys.images[batch]
+    image = draw_patches(ax, grid, picture, theme.find_full_color_weight(grid, grid.numel()))
     row, column = divmod(query - keys.leading, width)
     if query >= keys.leading:
         frame = (column - 0.5, row - 0.5)
@@ -279,6 +268,8 @@ FIGURES: dict[str, Callable[..., Axes]] = {
     "alignment": plot_alignment,
     "overlay": plot_overlay,
     "entropy": plot_entropy,
+    "words": plot_word_maps,
+    "steps": plot_word_steps,
 }
 
 
@@ -287,19 +278,37 @@ def save_figure(
 ) -> None:
     """Write a figure as PNG, SVG or PDF, by the suffix of the path; SVG and PDF keep text as text.
 
+    A GIF is the animation of `what="steps"`.
+
     Args:
-        what: "matrix", "heads", "alignment", "overlay" or "entropy"; None: the overlay of an image, otherwise the
-            matrix of the default head or, of an encoder-decoder, the alignment.
+        what: "matrix", "heads", "alignment", "overlay", "entropy", "words" (where in an image each word looks) or
+            "steps" (a word at denoising steps); None: the overlay of a vision model, the words of a text with images,
+            the matrix of the default head or, of an encoder-decoder, the alignment.
         dpi: dots per inch of a PNG.
         options: arguments of the figure's function: head="L5H3", batch=1, ...
     """
+    is_animated = Path(path).suffix.lower() == ".gif"
     if what is None:
-        what = "overlay" if any(record.labels_of(layer)[1].grid for layer in record.layers.values()) else "matrix"
+        what = "steps" if is_animated else select_figure(record)
     if what not in FIGURES:
         raise ValueError(f"what must be one of {', '.join(FIGURES)}, got {what!r}")
+    if is_animated:
+        if what != "steps":
+            raise ValueError(f"what must be 'steps' for a GIF, got {what!r}")
+        save_animation(record, path, **options)
+        return
     ax = FIGURES[what](record, **options)
     theme.add_notes(ax, record.notes)
     write_figure(ax, path, dpi)
+
+
+def select_figure(record: Record) -> str:
+    """Select the figure that suits a record."""
+    labels = [record.labels_of(layer) for layer in record.layers.values()]
+    if any(keys.grid for _, keys in labels):
+        return "overlay"
+    linked = any("image" in each.split_kinds() for both in labels for each in both)
+    return "words" if linked else "matrix"
 
 
 def write_figure(ax: Axes, path: Any, dpi: int = 300, file_format: str | None = None) -> None:

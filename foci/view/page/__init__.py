@@ -7,5 +7,6 @@ images: grids of patches, pictures, and the weights between text and image
 answers: rows and tiles on demand
 bundle: the JavaScript modules of assets/ as one script
 document: the HTML file
+comparison: the HTML file of a Comparison
 history: the HTML file of a monitored training
 """

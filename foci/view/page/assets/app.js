@@ -16,6 +16,7 @@ import { ImageView } from "./image.js";
 import { SoundView } from "./sound.js";
 import { StepsView } from "./steps.js";
 import { ComputeView } from "./compute.js";
+import { CompareView } from "./compare.js";
 import { RolloutView } from "./rollout.js";
 import { copyView } from "./export.js";
 import { helpDialog, listen } from "./keyboard.js";
@@ -24,6 +25,7 @@ import { printable } from "./tokens.js";
 
 // Every view: its name in the URL, its title, its class, and whether a record has it.
 const VIEWS = [
+  ["compare", "Compare", CompareView, (store) => Boolean(store.header.compare)],
   ["text", "Text", TextView, () => true],
   // Pictures of all heads of a long record would take minutes.
   ["heads", "Heads", HeadsView, (store) => !store.header.onDemand],
@@ -41,7 +43,7 @@ function hasImages(labels) {
   return labels.images.some((images) => images.length);
 }
 
-const WITHOUT_LIST = new Set(["heads", "compute", "rollout"]);
+const WITHOUT_LIST = new Set(["compare", "heads", "compute", "rollout"]);
 const MAP_POSITION = new Set(["x", "y", "zoom"]);
 
 export class App {

@@ -16,7 +16,7 @@ const names = { write: (value) => value.join("~"), read: (value) => value.split(
 const oneOf = (...options) => ({ write: String, read: (value) => (options.includes(value) ? value : options[0]) });
 
 const PARTS = {
-  view: ["v", "text", oneOf("text", "heads", "map", "lines", "align", "image", "sound", "steps", "compute", "rollout")],
+  view: ["v", "text", oneOf("text", "compare", "heads", "map", "lines", "align", "image", "sound", "steps", "compute", "rollout")],
   seq: ["b", 0, number],
   heads: ["h", [], names],
   chosen: ["t", [], numbers],

@@ -1,0 +1,85 @@
+"""The figure of a Comparison: the matrices of a head in both records, and their difference."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from foci.record.compare import Comparison
+from foci.runtime.printable import make_printable
+from foci.view.colors import Color
+from foci.view.figures import theme
+from foci.view.figures.plots import MAX_NAMED_UNITS, write_figure
+from foci.view.figures.theme import create_colormap, use_figure_style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from torch import Tensor
+
+# Less and more weight in the second record.
+DIFFERENCE_RAMP: tuple[Color, ...] = ((34, 48, 107), (85, 179, 189), (255, 255, 255), (240, 106, 92), (62, 15, 115))
+SIDE = 2.6
+
+
+@use_figure_style()
+def plot_comparison(comparison: Comparison, head: str | None = None) -> Axes:
+    """Plot the weights of a head in both records, and their difference; returns the axes of the difference.
+
+    Args:
+        head: "L5H3", or "L5" for the mean of its heads; None: the head that changed most.
+    """
+    chosen = head or next(iter(comparison.changes()))
+    first, second = comparison.matrices(chosen)
+    rows, columns = first.shape
+    cell = theme.PLAIN_CELL_SIDE
+    size = [min(max(SIDE, cell * count), 2 * SIDE) for count in (columns, rows)]
+    figure, axes = theme.import_pyplot().subplots(
+        1, 3, figsize=(3 * size[0] + 2.4, size[1] + 1.2), layout="constrained", sharey=True
+    )
+    most = max(theme.find_full_color_weight(each, columns) for each in (first, second))
+    texts = comparison.texts(chosen)
+    largest = max(float((second - first).abs().nan_to_num().max()), 1e-6)
+    panels = (
+        (comparison.names[0], first, create_colormap(), 0.0, most),
+        (comparison.names[1], second, create_colormap(), 0.0, most),
+        (
+            f"{comparison.names[1]} − {comparison.names[0]}",
+            second - first,
+            create_colormap(DIFFERENCE_RAMP),
+            -largest,
+            largest,
+        ),
+    )
+    for ax, (title, values, colors, low, high) in zip(axes, panels, strict=True):
+        image = ax.imshow(values.numpy(), cmap=colors, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+        name_positions(ax, texts, values)
+        theme.set_title(ax, f"{make_printable(title)}")
+        ax.spines[:].set_visible(False)
+        ax.set_xlabel("key")
+        ax.xaxis.set_label_position("bottom")
+        if ax is not axes[0]:
+            bar = figure.colorbar(image, ax=ax, format=lambda weight, _: f"{100 * weight:g}%", fraction=0.05, pad=0.02)
+            bar.outline.set_visible(False)
+            bar.set_label("attention weight" if ax is axes[1] else "difference")
+    axes[0].set_ylabel(f"query of {make_printable(chosen)}")
+    difference: Axes = axes[2]
+    return difference
+
+
+def name_positions(ax: Axes, texts: tuple[list[str], list[str]], values: Tensor) -> None:
+    """Write the tokens of a short text along the axes; a long one has positions."""
+    for axis, names, length in ((ax.yaxis, texts[0], values.shape[0]), (ax.xaxis, texts[1], values.shape[1])):
+        if length <= MAX_NAMED_UNITS:
+            theme.set_axis_words(axis, [make_printable(name.strip()) or "␣" for name in names])
+        else:
+            axis.set_major_locator(theme.create_integer_locator())
+    ax.xaxis.tick_top()
+
+
+def save_comparison(
+    comparison: Comparison, path: str | os.PathLike[str], head: str | None = None, dpi: int = 300, **options: Any
+) -> None:
+    """Write the figure as PNG, SVG or PDF, by the suffix of the path."""
+    if options:
+        raise TypeError(f"options of a figure must be head and dpi, got {', '.join(options)}")
+    write_figure(plot_comparison(comparison, head), path, dpi)
