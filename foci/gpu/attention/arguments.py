@@ -230,10 +230,10 @@ def bias_strides(bias: Tensor | None) -> dict[str, int]:
     if bias is None:
         return {"bias_batch": 0, "bias_head": 0, "bias_query": 0, "bias_key": 0, "BIAS": 0}
     batch, head, query, key = (0 if n == 1 else step for n, step in zip(bias.shape, bias.stride(), strict=True))
-    aligned = key == 1 and batch % 8 == head % 8 == query % 8 == 0
-    # The kernels multiply the stride of aligned rows by 8, so that the compiler sees the alignment.
-    row = query // 8 if aligned else query
-    return {"bias_batch": batch, "bias_head": head, "bias_query": row, "bias_key": key, "BIAS": 1 if aligned else 2}
+    aligned = key == 1 and bias.shape[3] % 8 == batch % 8 == head % 8 == query % 8 == 0
+    # The kernels multiply strides of aligned rows by 8, so that the compiler sees the alignment.
+    batch, head, query = (step // 8 if aligned else step for step in (batch, head, query))
+    return {"bias_batch": batch, "bias_head": head, "bias_query": query, "bias_key": key, "BIAS": 1 if aligned else 2}
 
 
 def stride_arguments(name: str, x: Tensor) -> dict[str, int]:

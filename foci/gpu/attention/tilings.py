@@ -57,7 +57,7 @@ ATTENTION_TILINGS = {
 # With documents many tiles are visible in part, and less is wasted of smaller ones: by pass and width.
 DOCUMENT_TILINGS = {("forward", 64): AttentionTiling(64, 64, 4, 3), ("queries", 128): AttentionTiling(64, 64, 4, 2)}
 # With a dense bias, whose own tiles take shared memory and registers: by pass and width, else two stages at most.
-BIAS_TILINGS = {("queries", 128): AttentionTiling(64, 64, 4, 2), ("forward", 256): AttentionTiling(64, 64, 4, 2)}
+BIAS_TILINGS = {("queries", 128): AttentionTiling(64, 64, 4, 2), ("forward", 256): AttentionTiling(64, 32, 4, 2)}
 # Like ATTENTION_TILINGS, with a row table. Near the diagonal a program also holds a tile of values from
 # the row table: larger tiles than these spill registers there.
 ROW_TABLE_TILINGS = {

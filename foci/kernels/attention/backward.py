@@ -20,6 +20,7 @@ from foci.kernels.attention.tile import (
     LENGTHS,
     find_full_tiles,
     load_tile,
+    locate_bias,
     locate_tile,
     sequence_range,
     tile_logits,
@@ -157,7 +158,7 @@ def attention_query_gradients(
     document_ranges = as_int32_pointer(document_ranges) + b * document_ranges_batch
     key_ids += b * key_ids_batch
     dense += b * dense_batch + h * dense_head
-    bias += b * bias_batch + h * bias_head
+    bias = locate_bias(bias, b, h, bias_batch, bias_head, BIAS)
     if BIAS_GRADIENT:
         d_bias += pair.to(tl.int64) * Tq * Tk
     query_ids += b * query_ids_batch
@@ -328,7 +329,7 @@ def attention_key_gradients(
         head_d_out = d_out + b * d_out_batch + h * d_out_head
         head_rows = first_stored_row(b * H + h, Tq)
         head_dense = dense + b * dense_batch + h * dense_head
-        head_bias = bias + b * bias_batch + h * bias_head
+        head_bias = locate_bias(bias, b, h, bias_batch, bias_head, BIAS)
         slope = tl.load(slopes + h) if ALIBI else 0.0
         if not DENSE:
             for t in range(full, end):
@@ -455,8 +456,8 @@ def attention_bias_gradients(
                 v + b * v_batch + h // group * v_head, d_out + b * d_out_batch + h * d_out_head, row_peaks + stored,
                 row_log_sums + stored, delta + stored, q_row, k_row, v_row, d_out_row, first_i, first_j, r, c, d, e,
                 i, j, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
-                bias + b * bias_batch + h * bias_head, bias_query, bias_key, drawn, b + first_b, h + first_h,
-                threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
+                locate_bias(bias, b, h, bias_batch, bias_head, BIAS), bias_query, bias_key, drawn, b + first_b,
+                h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
                 DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
             )  # fmt: skip
     else:
@@ -490,8 +491,8 @@ def attention_bias_gradients(
                     v + b * v_batch + h // group * v_head, d_out + b * d_out_batch + h * d_out_head,
                     row_peaks + stored, row_log_sums + stored, delta + stored, q_row, k_row, v_row, d_out_row,
                     first_i, first_j, r, c, d, e, i, j, dense + b * dense_batch + h * dense_head, dense_query,
-                    dense_key, bias + b * bias_batch + h * bias_head, bias_query, bias_key, drawn, b + first_b,
-                    h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
+                    dense_key, locate_bias(bias, b, h, bias_batch, bias_head, BIAS), bias_query, bias_key, drawn,
+                    b + first_b, h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
                     DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
                 )  # fmt: skip
     rows, columns = own_row * BM + r, own_column * BN + c

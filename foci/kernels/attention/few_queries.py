@@ -17,6 +17,7 @@ from foci.kernels.attention.tile import (
     LENGTHS,
     load_rows,
     load_tile,
+    locate_bias,
     locate_packed_rows,
     sequence_range,
     visible_keys,
@@ -78,7 +79,7 @@ def few_query_gradients(
     query_ids += b * query_ids_batch
     key_ids += b * key_ids_batch
     dense += b * dense_batch + h * dense_head
-    bias += b * bias_batch + h * bias_head
+    bias = locate_bias(bias, b, h, bias_batch, bias_head, BIAS)
     slope = tl.load(slopes + h) if ALIBI else 0.0
     drawn = tl.load(seed) if DROPOUT else 0
     start, stop = sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED)

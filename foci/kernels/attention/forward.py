@@ -18,6 +18,7 @@ from foci.kernels.attention.tile import (
     find_full_tiles,
     load_rows,
     load_tile,
+    locate_bias,
     locate_packed_rows,
     locate_tile,
     sequence_range,
@@ -115,7 +116,7 @@ def attention_forward_kernel(
     document_ranges = document_ranges.to(tl.pointer_type(tl.int32)) + b * document_ranges_batch
     key_ids += b * key_ids_batch
     dense += b * dense_batch + h * dense_head
-    bias += b * bias_batch + h * bias_head
+    bias = locate_bias(bias, b, h, bias_batch, bias_head, BIAS)
     query_ids += b * query_ids_batch
     slope = tl.load(slopes + h) if ALIBI else 0.0
     drawn = tl.load(seed) if DROPOUT else 0

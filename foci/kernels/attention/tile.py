@@ -132,6 +132,12 @@ def find_full_tiles(low, high, document_ranges, rows, Tq, Tk, BN: tl.constexpr, 
 
 
 @triton.jit
+def locate_bias(bias, b, h, bias_batch, bias_head, BIAS: tl.constexpr):
+    """The dense bias of one head. Strides of aligned rows are counted in groups of 8 entries: see `bias_strides`."""
+    return bias + (b * bias_batch + h * bias_head) * (8 if BIAS == 1 else 1)
+
+
+@triton.jit
 def tile_logits(
     dots, bias, bias_query, bias_key, i, j, offset, Tq, Tk, slope, scale, softcap,
     MASKED: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr,
@@ -142,13 +148,16 @@ def tile_logits(
         dots, dots, i, j, offset, slope, scale, softcap, 0, SOFTCAP, ALIBI, EXACT, DIRECT
     )
     if BIAS > 0:
-        rows, columns = tl.minimum(i, Tq - 1).to(tl.int64), j
-        if MASKED:
-            columns = tl.minimum(j, Tk - 1)
+        rows = tl.minimum(i, Tq - 1).to(tl.int64)
         if BIAS == 1:
-            # Rows that start at multiples of 8 entries: the loads take 16 bytes at a time.
-            entries = tl.load(bias + (rows * (bias_query * 8) + columns))
+            # Rows of whole groups of 8 entries: the loads take 16 bytes at a time, and groups are in the row or not.
+            pointers = bias + (rows * (bias_query * 8) + j)
+            if MASKED:
+                entries = tl.load(pointers, mask=j // 8 < Tk // 8, other=0.0)
+            else:
+                entries = tl.load(pointers)
         else:
+            columns = tl.minimum(j, Tk - 1) if MASKED else j
             entries = tl.load(bias + (rows * bias_query + columns.to(tl.int64) * bias_key))
         z += entries.to(tl.float32) * LOG2_E
     return z, tanh_softcap
