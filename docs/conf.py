@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 
 import foci
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from error_messages import ErrorMessages
 
 project = "foci"
 author = "the foci developers"
@@ -107,5 +112,6 @@ def read_first_sentence(app: Any, name: str) -> str:
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", prepare_docstring, priority=100)
+    app.add_directive("error-messages", ErrorMessages)
     app.connect("source-read", link_readmes)
     app.connect("build-finished", write_llms_txt)

@@ -70,7 +70,7 @@ def check_values(condition: Tensor, message: Callable[[], str]) -> None:
 
 def is_broadcastable(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape broadcasts to `full`."""
-    pairs = zip(reversed(shape), reversed(full), strict=False)
+    pairs = zip(shape[::-1], full[::-1], strict=False)
     return len(shape) <= len(full) and all(n in {1, m} for n, m in pairs)
 
 

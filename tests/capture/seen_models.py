@@ -40,7 +40,7 @@ TIMM = [
     "efficientvit_b0",
     "efficientvit_m0",
     "eva02_tiny_patch14_224",
-    "fastvit_t8",
+    "fastvit_sa12",
     "flexivit_small",
     "gcvit_xxtiny",
     "hiera_tiny_224",
@@ -54,7 +54,6 @@ TIMM = [
     "nextvit_small",
     "pit_ti_224",
     "pvt_v2_b0",
-    "repvit_m0_9",
     "samvit_base_patch16_224",
     "swin_tiny_patch4_window7_224",
     "swinv2_tiny_window8_256",
@@ -158,6 +157,8 @@ def describe(model: Model) -> list[str]:
             return [*row, "refused", "", str(error).splitlines()[0]]
     reasons = Counter(reason.partition(": ")[2] or reason for reason in map(str, seen.unseen))
     layers, unseen = len(seen.layers), len(seen.unseen)
+    if not layers and not unseen:
+        reasons["no module with attention was found: neither a call nor a name says so"] = 1
     recorded = f"{layers} of {layers + unseen}" if unseen else f"all {layers}"
     return [*row, recorded if layers else "none", compare(plain, watched), "; ".join(reasons)]
 

@@ -252,10 +252,11 @@ def read_bidirectional_window(positions: MaskPositions, sliding_window: int) -> 
     return [] if sliding_window >= positions.keys else [window(sliding_window, sliding_window)]
 
 
-def read_chunks(positions: MaskPositions, chunk_size: int, left_padding: Tensor) -> MaskConjuncts:
-    """Chunks of a fixed size, counted from the first real token."""
+def read_chunks(positions: MaskPositions, chunk_size: int, left_padding: Tensor | None = None) -> MaskConjuncts:
+    """Chunks of a fixed size, counted from the first real token; before transformers 4.56 from the first position."""
     end = max(positions.query_start + positions.queries, positions.key_start + positions.keys)
-    chunks = (torch.arange(end, device=left_padding.device) - left_padding.view(-1, 1)) // chunk_size
+    start = torch.zeros(1, dtype=torch.long, device=positions.device) if left_padding is None else left_padding
+    chunks = (torch.arange(end, device=start.device) - start.view(-1, 1)) // chunk_size
     return [documents(*positions.split_ids(chunks))]
 
 
