@@ -556,7 +556,7 @@ class Record:
         """The representation in a notebook."""
         from foci.view.widget import render_in_notebook
 
-        return render_in_notebook(self._with_matrices())
+        return render_in_notebook(self)
 
     def __repr__(self) -> str:
         heads = sum(len(layer.heads) for layer in self.layers.values())

@@ -14,6 +14,11 @@ from foci.weights.weights import Weights
 MAX_NOTEBOOK_ENTRIES = 2**24
 
 
+def build_view_record(shown: Record | Weights | Layer) -> Record:
+    """Build the record that a view draws: one that has matrices where only the weights of text were kept."""
+    return shown._with_matrices() if isinstance(shown, Record) else build_layer_record(shown)
+
+
 def build_layer_record(shown: Weights | Layer, tokens: Any = None, source: Any = None) -> Record:
     """Build a record of one layer.
 

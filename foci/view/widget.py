@@ -19,7 +19,7 @@ import torch
 
 from foci.record.layer import Layer
 from foci.record.record import Record
-from foci.view.display import build_layer_record, count_entries, is_fast_to_embed
+from foci.view.display import build_view_record, count_entries, is_fast_to_embed
 from foci.view.page import answers
 from foci.view.page.arrays import PackedArrays
 from foci.view.page.bundle import bundle_widget
@@ -57,7 +57,7 @@ def widget(
             rows and tiles when they are drawn. None: embed records that take seconds at most.
         title: the title of the page; None: the name of the model.
     """
-    record = shown if isinstance(shown, Record) else build_layer_record(shown)
+    record = build_view_record(shown)
     return make_widget(record, lambda: record, height, embed, title)
 
 
@@ -108,7 +108,7 @@ def render_in_notebook(shown: Record | Weights | Layer) -> dict[str, Any]:
     is_empty = not shown.layers or shown.filling if isinstance(shown, Record) else not count_entries(shown)
     if is_empty:
         return {"text/plain": text}
-    record = shown if isinstance(shown, Record) else build_layer_record(shown)
+    record = build_view_record(shown)
     if can_show_widgets():
         shown_widget: dict[str, Any] = make_display_widget(shown, record)._repr_mimebundle_()[0]
         return shown_widget | {"text/plain": text}
@@ -125,11 +125,13 @@ def add_text_fallback(frame: str, text: str) -> str:
 
 def make_display_widget(shown: Record | Weights | Layer, record: Record) -> Any:
     """Make the widget of a notebook's output; it does not keep what it shows alive."""
-    held = weakref.ref(shown)
+    # A record of kept weights has its matrices once, as long as it is alive itself.
+    matrices = [record] if isinstance(shown, Record) and record is not shown else []
+    held = weakref.ref(shown, lambda _: matrices.clear())
 
     def get_record() -> Record | None:
         alive = held()
-        return alive if alive is None or isinstance(alive, Record) else build_layer_record(alive)
+        return matrices[0] if matrices else None if alive is None else build_view_record(alive)
 
     return make_widget(record, get_record, DEFAULT_HEIGHT, None, None)
 
@@ -137,7 +139,7 @@ def make_display_widget(shown: Record | Weights | Layer, record: Record) -> Any:
 def answer_message(record: Record | None, content: Any) -> tuple[bytes, str]:
     """Answer a question of the page: bytes, and an error or an empty text."""
     if record is None:
-        return b"", "this record is no longer available: run the cell again"
+        return b"", "this record is no longer available: assign it to a variable and run the cell again"
     try:
         handler = answers.HANDLERS[content["question"]]
         parameters = {str(name): str(value) for name, value in content["parts"].items()}

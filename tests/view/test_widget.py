@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import foci
+from foci.record.kept import KeptStatistics, TextPositions
+from foci.record.layer import Layer
 from foci.view import display, widget
 from tests.view.pages import decode_payload
 
@@ -141,6 +143,27 @@ def test_a_displayed_widget_does_not_keep_the_record_alive(monkeypatch: pytest.M
     del record
     gc.collect()
     assert held() is None
+
+
+def keep_words(length: int = 12) -> foci.Record:
+    """A record of patches that attend to words, with the weights of two words only."""
+    weights = foci.attention(*torch.randn(3, 1, 2, length, 8), return_weights=True)[1]
+    kept = KeptStatistics(foci.Keep(keys="text").compute_text(weights, TextPositions((), (1, 3))), weights.shape)
+    labels = {"image": foci.Labels.patches(3, 4), "prompt": foci.Labels.tokens([TEXTS])}
+    layer = Layer("x", kept=kept, kept_keys=(1, 3), queries="image", keys="prompt")
+    return foci.Record({"x": layer}, labels)
+
+
+def test_a_record_of_kept_weights_answers_while_it_is_alive() -> None:
+    record = keep_words()
+    shown = widget.make_display_widget(record, display.build_view_record(record))
+    gc.collect()
+    for view in (foci.widget(record, embed=False), shown):
+        row = np.frombuffer(ask(view, "row", layer=0, head=1, query=7, seq=0), np.float32)
+        np.testing.assert_allclose(row, record["L0H1"].columns([1, 3])[0, 7].numpy(), rtol=1e-6)
+    del record
+    gc.collect()
+    assert shown.get_record() is None
 
 
 def test_a_large_matrix_is_displayed_as_a_widget_only(monkeypatch: pytest.MonkeyPatch) -> None:
