@@ -1,5 +1,6 @@
 """Details of the page in Chromium: numbers of sparse records, sinks, keys, overlaps, uniform attention, rollout."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,38 @@ def test_a_sound_is_drawn_and_can_be_played(look: Look) -> None:
         tab.locator(".chip").first.click()
         settle(tab)
         assert tab.locator(".ranked-title").inner_text() == "“seven” attends to"
+
+
+def test_a_word_lights_up_its_time_and_a_time_tints_its_words(look: Look) -> None:
+    record = record_sound()
+    matrix = torch.tensor([[0.05, 0.85, 0.05, 0.05], [0.05, 0.05, 0.05, 0.85]]).view(1, 1, 2, 4)
+    record.layers["cross"] = replace(record.layers["cross"], matrix=matrix)
+    record.labels["heard"] = Labels.tokens([["seven", " one"]])
+    with look(Record(record.layers, record.labels, model="speech")) as tab:
+        canvas = tab.locator("canvas.sound")
+        box = canvas.bounding_box()
+
+        def find_lit_frame() -> int:
+            settle(tab)
+            # Above the tone, where the recording is silent.
+            script = """(canvas, x) => canvas.getContext("2d")
+                .getImageData(canvas.width * x, canvas.height * 0.2, 1, 1).data.slice(0, 3).reduce((a, b) => a + b)"""
+            places = [(16 + (box["width"] - 32) * (frame + 0.5) / 4) / box["width"] for frame in range(4)]
+            levels = [canvas.evaluate(script, place) for place in places]
+            return levels.index(max(levels))
+
+        words = tab.locator(".soundview .chip")
+        words.nth(1).hover()
+        assert find_lit_frame() == 3
+        words.nth(0).hover()
+        assert find_lit_frame() == 1
+        tab.mouse.move(box["x"] + 16 + (box["width"] - 32) * 0.875, box["y"] + 40)
+        settle(tab)
+        assert [words.nth(i).get_attribute("title") for i in range(2)] == ["5%", "85.0%"]
+        assert words.nth(1).evaluate("word => word.style.backgroundColor") != ""
+        tab.mouse.move(2, 2)
+        settle(tab)
+        assert words.nth(1).get_attribute("title") == ""
 
 
 def test_a_sound_is_saved_with_its_record(tmp_path: Path) -> None:

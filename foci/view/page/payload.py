@@ -25,6 +25,7 @@ from foci.record.metrics import HEAD_SCORES
 from foci.record.record import Record
 from foci.view.page.arrays import PackedArrays
 from foci.view.page.images import add_blocks, add_pictures, add_steps, describe_images
+from foci.view.page.sounds import add_sounds
 from foci.view.page.vectors import add_vectors, count_vector_numbers, describe_score
 from foci.view.selection import list_layers, select_default_head, select_default_query, select_word_of_image
 from foci.view.units import display_texts
@@ -279,8 +280,7 @@ def describe_labels(
     arrays: PackedArrays, number: int, labels: Labels, max_sequences: int, drawn: set[str]
 ) -> dict[str, Any]:
     """Describe the labels of a sequence; long texts are cut."""
-    if labels.sounds is not None:
-        arrays.add(f"sound.{number}", labels.sounds[:max_sequences].int() & 0xFFFF, "u2")
+    add_sounds(arrays, number, labels, max_sequences)
     return {
         "kind": labels.kind,
         "texts": [

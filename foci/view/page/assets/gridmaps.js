@@ -3,6 +3,11 @@
 import { shade } from "./colors.js";
 import { segmentPositions } from "./store.js";
 
+// The darkness of a place with weight 0, and the colors of dark and of bright places.
+export const MAX_DARKNESS = 0.62;
+export const DARK = "#0b0c10";
+const LIGHT = "#6b5733";
+
 // The segments of an image that are shown: all of them, or those of one frame of a video.
 export function shownSegments({ segments }, frame) {
   const frames = listFrames(segments);
@@ -88,4 +93,16 @@ export function drawGrid(pen, grid, width, height, scale, direction) {
     pen.fillStyle = shade(direction, level);
     pen.fillRect(...box);
   });
+}
+
+// Darkens a box of a picture with weight 0, and brightens one with level 1.
+export function lightUp(pen, box, level, opacity = 1) {
+  const fill = (color, alpha, how) => {
+    Object.assign(pen, { fillStyle: color, globalAlpha: alpha, globalCompositeOperation: how });
+    pen.fillRect(...box);
+  };
+  fill(DARK, Math.min(1, MAX_DARKNESS * opacity * (1 - level)), "source-over");
+  // A black place must brighten too.
+  fill(LIGHT, level * opacity, "lighten");
+  Object.assign(pen, { globalAlpha: 1, globalCompositeOperation: "source-over" });
 }

@@ -4,13 +4,12 @@
 import { choice, cssColor, draw, make, onPress, prepareCanvas, oncePerFrame } from "./dom.js";
 import { formatPercent, createScale, shade, textColor } from "./colors.js";
 import { addUnitWeights, describeHeads, getUnits } from "./focus.js";
-import { forEachCell, drawGrid, layOut, listFrames, patchAt, patchBox, shownSegments } from "./gridmaps.js";
+import {
+  DARK, MAX_DARKNESS, drawGrid, forEachCell, layOut, lightUp, listFrames, patchAt, patchBox, shownSegments,
+} from "./gridmaps.js";
 import { createAnswer } from "./answer.js";
 import { focusCsv, svgSheet } from "./export.js";
 
-// The darkness of a patch with weight 0.
-const MAX_DARKNESS = 0.62;
-const [DARK, LIGHT] = ["#0b0c10", "#6b5733"];
 const MAX_WORDS = 600;
 const MAX_HEAD_MAPS = 64;
 const HEAD_MAP_SIDE = 84;
@@ -353,17 +352,11 @@ export class ImageView {
     const direction = this.focus.to ? "to" : "from";
     const { opacity } = this.state;
     forEachCell(grid, width, height, scale, (t, box) => {
-      const fill = (color, alpha, how = "source-over") => {
-        Object.assign(pen, { fillStyle: color, globalAlpha: alpha, globalCompositeOperation: how });
-        pen.fillRect(...box);
-      };
-      if (this.mode === "light") {
-        fill(DARK, Math.min(1, MAX_DARKNESS * opacity * (1 - t)));
-        // A black patch must brighten too.
-        fill(LIGHT, t * opacity, "lighten");
-      } else fill(shade(direction, t), (0.25 + 0.5 * t) * opacity);
+      if (this.mode === "light") return lightUp(pen, box, t, opacity);
+      Object.assign(pen, { fillStyle: shade(direction, t), globalAlpha: (0.25 + 0.5 * t) * opacity });
+      pen.fillRect(...box);
     });
-    Object.assign(pen, { globalAlpha: 1, globalCompositeOperation: "source-over" });
+    pen.globalAlpha = 1;
   }
 
   frameChosen(pen, width, height, segments) {

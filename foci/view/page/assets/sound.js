@@ -1,12 +1,18 @@
-// A recording as a waveform over time, colored by the attention weights of its frames, and playable.
+// A recording as a spectrogram and a waveform, and the words that were heard. Pointing at a word lights up the time that
+// it attends to; pointing at a time tints the words that attend to it.
 
-import { button, cssColor, draw, make, onPress, oncePerFrame, prepareCanvas } from "./dom.js";
-import { createScale, shade } from "./colors.js";
+import { button, cssColor, draw, make, oncePerFrame, onPress, prepareCanvas } from "./dom.js";
+import { createScale, formatPercent, shade, textColor } from "./colors.js";
 import { createAnswer } from "./answer.js";
 import { focusCsv, svgSheet } from "./export.js";
+import { getUnits } from "./focus.js";
+import { DARK, lightUp } from "./gridmaps.js";
 
-const [SIDE, TOP, AXIS] = [16, 8, 26];
-const MAX_HEIGHT = 320;
+const [SIDE, TOP, AXIS, GAP] = [16, 8, 26, 6];
+const MAX_HEIGHT = 420;
+// The part of the height that the spectrogram takes.
+const SPECTROGRAM_SHARE = 0.7;
+const MAX_WORDS = 200;
 // Distances between time marks, in seconds.
 const TIME_STEPS = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120];
 
@@ -20,7 +26,7 @@ export class SoundView {
       class: "sound",
       tabindex: "0",
       role: "img",
-      "aria-label": "Waveform: arrow keys move over its frames, Enter selects",
+      "aria-label": "Spectrogram: arrow keys move over its frames, Enter selects",
     });
     this.frame = make("div", { class: "soundframe" }, this.canvas);
     this.chips = make("div", { class: "chips" });
@@ -29,10 +35,11 @@ export class SoundView {
     this.redraw = oncePerFrame(() => this.render());
     new ResizeObserver(this.redraw).observe(this.frame);
     this.canvas.addEventListener("pointermove", (event) => this.point(this.frameAt(event)));
-    this.canvas.addEventListener("pointerleave", () => state.set({ hover: null }));
+    this.canvas.addEventListener("pointerleave", () => this.leave());
     this.canvas.addEventListener("click", (event) => this.pick(this.frameAt(event), event.shiftKey));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     this.cursor = 0;
+    this.words = [];
   }
 
   // The axis of the layer that is a recording, with its labels; null if there is none.
@@ -46,15 +53,22 @@ export class SoundView {
     return layer.self ? this.state.direction : this.sounding(layer).side === "queries" ? "to" : "from";
   }
 
-  point(frame) {
-    if (frame !== null && frame !== this.state.hover) this.state.set({ hover: frame, direction: this.direction() });
+  point(position, direction = this.direction()) {
+    if (position !== null && position !== this.state.hover) this.state.set({ hover: position, direction });
   }
 
-  pick(frame, add) {
-    if (frame === null) return;
-    const direction = this.direction();
-    const chosen = direction === this.state.direction ? this.state.chosen : [];
-    const next = chosen.includes(frame) ? chosen.filter((other) => other !== frame) : add ? [...chosen, frame] : [frame];
+  // When the pointer leaves, the selected positions are shown again, which may need another direction.
+  leave() {
+    const { chosen, direction } = this.state;
+    this.state.set({ hover: null, direction: chosen.length ? this.chosenDirection ?? direction : direction });
+  }
+
+  pick(position, add, direction = this.direction()) {
+    if (position === null) return;
+    const chosen = direction === (this.chosenDirection ?? direction) ? this.state.chosen : [];
+    const added = add ? [...chosen, position] : [position];
+    const next = chosen.includes(position) ? chosen.filter((other) => other !== position) : added;
+    this.chosenDirection = direction;
     this.state.set({ chosen: next, direction, hover: null });
   }
 
@@ -86,11 +100,31 @@ export class SoundView {
     });
   }
 
+  // The loudness at each frequency and time, grey on black.
+  spectrogram(labels) {
+    const name = `spectrogram.${this.store.header.labels.indexOf(labels)}`;
+    return this.store.cached(`${name} ${this.state.seq}`, () => {
+      const [, height, width] = this.store.arrays.shape(name);
+      const bytes = this.store.arrays.raw(name).planes[0].subarray(this.state.seq * height * width);
+      const canvas = Object.assign(document.createElement("canvas"), { width, height });
+      const pen = canvas.getContext("2d");
+      const image = pen.createImageData(width, height);
+      for (let i = 0; i < width * height; i++) {
+        // The lowest frequency comes first and is drawn last.
+        const level = bytes[(height - 1 - Math.floor(i / width)) * width + (i % width)];
+        image.data.set([level, level, level, 255], 4 * i);
+      }
+      pen.putImageData(image, 0, 0);
+      return canvas;
+    });
+  }
+
   update(focus) {
     this.focus = focus;
+    if (this.state.hover === null) this.chosenDirection = this.state.direction;
     const found = this.sounding(focus.layer);
     this.note.textContent = found ? "" : "This head does not attend to the recording: select one that does.";
-    this.chips.replaceChildren(...(found && !focus.layer.self ? this.words(found.side) : []));
+    this.updateWords(found && !focus.layer.self ? found.side : null);
     if (found && this.loaded !== this.state.seq) {
       this.loaded = this.state.seq;
       this.audio.src = URL.createObjectURL(encodeWav(this.samples(found.labels), found.labels.sound));
@@ -98,18 +132,38 @@ export class SoundView {
     this.redraw();
   }
 
-  // The tokens of the other text, each a button that selects it.
-  words(soundSide) {
-    const { state, focus } = this;
-    const [side, direction] = soundSide === "keys" ? ["queries", "to"] : ["keys", "from"];
-    const units = side === focus.from ? focus.sources : focus.targets;
-    const select = (u) => state.set({ chosen: [units.start[u]], direction, hover: null });
-    return Array.from({ length: Math.min(units.count, 200) }, (_, u) => button(units.label(u), {
+  // The tokens of the text beside the recording; they stay while the selection changes.
+  updateWords(soundSide) {
+    const { store, state, focus } = this;
+    const side = soundSide === "keys" ? "queries" : "keys";
+    const units = soundSide ? getUnits(store, state, focus.layer, side) : { count: 0 };
+    const key = [focus.layer.labels, soundSide, state.seq, units.count].join();
+    if (key !== this.wordKey) {
+      this.wordKey = key;
+      const direction = soundSide === "keys" ? "to" : "from";
+      this.words = Array.from({ length: Math.min(units.count, MAX_WORDS) }, (_, u) => this.chip(units, u, direction));
+      this.chips.replaceChildren(...this.words);
+    }
+    const isTarget = focus.other === side && focus.picks.length > 0;
+    const known = this.words.map((_, u) => (isTarget ? focus.units[u] : 0));
+    const scale = createScale(state.scale, known, 0);
+    this.words.forEach((element, u) => {
+      const [level, direction] = [0.8 * scale.of(known[u]), focus.to ? "to" : "from"];
+      element.setAttribute("aria-pressed", String(focus.from === side && focus.picks.includes(u)));
+      element.style.backgroundColor = level ? shade(direction, level) : "";
+      element.style.color = level ? textColor(direction, level) : "";
+      element.title = isTarget ? formatPercent(known[u]) : "";
+    });
+  }
+
+  chip(units, u, direction) {
+    const position = units.start[u];
+    return button(units.label(u), {
       class: "chip",
-      title: direction === "to" ? "Color the frames that this token attends to" : "Color the frames that attend to it",
-      "aria-pressed": String(side === focus.from && focus.picks.includes(u)),
-      ...onPress(() => select(u)),
-    }));
+      ...onPress((event) => this.pick(position, event.shiftKey, direction)),
+      onpointerenter: () => this.point(position, direction),
+      onpointerleave: () => this.leave(),
+    });
   }
 
   scale() {
@@ -128,21 +182,41 @@ export class SoundView {
     const pen = prepareCanvas(this.canvas, width, height);
     pen.clearRect(0, 0, width, height);
     const box = { x: SIDE, y: TOP, width: width - 2 * SIDE, height: height - TOP - AXIS };
-    this.drawWeights(pen, box, found);
-    drawWave(pen, box, this.samples(found.labels), (found.count * found.labels.seconds * found.labels.sound));
+    const upper = { ...box, height: Math.round(SPECTROGRAM_SHARE * (box.height - GAP)) };
+    const lower = { ...box, y: box.y + upper.height + GAP, height: box.height - GAP - upper.height };
+    const seconds = found.count * found.labels.seconds;
+    this.drawSpectrogram(pen, upper, found.labels, seconds);
+    this.forEachFrame(upper, found, (level, frame) => lightUp(pen, frame, level));
+    drawFrequency(pen, upper, found.labels.sound / 2, getComputedStyle(this.canvas).fontFamily);
+    this.forEachFrame(lower, found, (level, frame) => {
+      pen.fillStyle = shade(this.focus.to ? "to" : "from", 0.75 * level);
+      pen.fillRect(...frame);
+    });
+    drawWave(pen, lower, this.samples(found.labels), seconds * found.labels.sound);
     this.drawChosen(pen, box, found);
-    drawTimes(pen, box, found.count * found.labels.seconds, getComputedStyle(this.canvas).fontFamily);
-    this.drawPosition(pen, box, found.count * found.labels.seconds);
+    drawTimes(pen, box, seconds, getComputedStyle(this.canvas).fontFamily);
+    this.drawPosition(pen, box, seconds);
   }
 
-  drawWeights(pen, box, { count }) {
+  // The recording may end before or after the last frame.
+  drawSpectrogram(pen, { x, y, width, height }, labels, seconds) {
+    const picture = this.spectrogram(labels);
+    const heard = this.samples(labels).length / labels.sound;
+    pen.fillStyle = DARK;
+    pen.fillRect(x, y, width, height);
+    pen.imageSmoothingEnabled = true;
+    const [shown, drawn] = [Math.min(1, seconds / heard), Math.min(1, heard / seconds)];
+    pen.drawImage(picture, 0, 0, picture.width * shown, picture.height, x, y, width * drawn, height);
+  }
+
+  // Calls paint(level, box) for each frame, with its level from 0 to 1.
+  forEachFrame(box, { count }, paint) {
     const scale = this.scale();
     if (!scale) return;
-    const { units, targets, to } = this.focus;
+    const { units, targets } = this.focus;
     for (let j = 0; j < count; j++) {
       const [x0, x1] = [j, j + 1].map((at) => Math.round(box.x + (at / count) * box.width));
-      pen.fillStyle = shade(to ? "to" : "from", 0.75 * scale.of(units[targets.of[j]]));
-      pen.fillRect(x0, box.y, x1 - x0, box.height);
+      paint(Math.min(1, scale.of(units[targets.of[j]])), [x0, box.y, x1 - x0, box.height]);
     }
   }
 
@@ -191,6 +265,14 @@ function drawWave(pen, { x, y, width, height }, samples, length) {
     const up = (high / 32768) * (height / 2);
     pen.fillRect(x + column, middle - up, 1, Math.max(1, up - (low / 32768) * (height / 2)));
   }
+}
+
+// The highest and the lowest frequency, at the left edge.
+function drawFrequency(pen, { x, y, height }, highest, family) {
+  Object.assign(pen, { font: `11px ${family}`, fillStyle: "#e8e6df", textAlign: "left", textBaseline: "top" });
+  pen.fillText(`${Number((highest / 1000).toPrecision(3))} kHz`, x + 5, y + 5);
+  pen.textBaseline = "bottom";
+  pen.fillText("0 Hz", x + 5, y + height - 4);
 }
 
 function drawTimes(pen, { x, y, width, height }, seconds, family) {
