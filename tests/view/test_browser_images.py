@@ -77,7 +77,7 @@ def test_several_images_and_the_frames_of_a_video(look: Look) -> None:
 def test_layers_heads_scale_and_opacity(look: Look) -> None:
     with look(records.words_and_images()) as tab:
         assert tab.locator(".headmap").count() == 2
-        tab.get_by_label("Layer").fill("0")
+        tab.get_by_label("Layer").fill("1")
         settle(tab)
         assert "L0, mean of 2 heads" in tab.locator(".sliders").inner_text()
         tab.locator(".headmap").nth(1).click()
@@ -89,12 +89,45 @@ def test_layers_heads_scale_and_opacity(look: Look) -> None:
         tab.get_by_role("button", name="fixed").click()
         settle(tab)
         ticks = tab.locator(".legend .ticks").inner_text()
-        tab.get_by_label("Layer").fill("1")
+        tab.get_by_label("Layer").fill("2")
         settle(tab)
         assert tab.locator(".legend .ticks").inner_text() == ticks
         dark = brightness(tab, 0, 0)
         tab.get_by_label("Opacity of the attention").fill("0")
         assert brightness(tab, 0, 0) == 600 > dark
+
+
+def test_the_mean_of_all_layers_and_the_map_of_each(look: Look) -> None:
+    record = records.words_and_images()
+    with look(record) as tab:
+        tab.get_by_label("Layer").fill("0")
+        word(tab, "red").click()
+        tab.mouse.move(2, 2)
+        settle(tab)
+        assert "mean of 2 layers" in tab.locator(".sliders").inner_text()
+        assert tab.locator(".headmap").all_inner_texts() == ["L0", "L1"]
+        patch = int(record.labels["input"].segments[0].positions[0, 1])
+        assert shares(tab)[patch] == pytest.approx(float(record.image_map("red")[0, 1]), abs=1e-3)
+        tab.locator(".headmap").nth(1).click()
+        settle(tab)
+        assert "L1, mean of 2 heads" in tab.locator(".sliders").inner_text()
+        assert tab.locator(".headmap").all_inner_texts() == ["H0", "H1"]
+
+
+def test_the_small_maps_are_those_of_the_chosen_image(look: Look) -> None:
+    with look(records.words_and_images(images=2)) as tab:
+
+        def find_colors() -> set[tuple[int, ...]]:
+            settle(tab)
+            places = [((column + 0.5) / 3, (row + 0.5) / 2) for row in range(2) for column in range(3)]
+            canvas = tab.locator(".headmap canvas").first
+            return {tuple(canvas.evaluate(PIXEL, list(place))) for place in places}
+
+        # “shoe”, which is selected first, attends to a patch of the first image only.
+        assert len(find_colors()) == 2
+        tab.get_by_role("button", name="Image 2").click()
+        assert len(find_colors()) == 1
+        assert tab.get_by_role("button", name="Image 2").get_attribute("aria-pressed") == "true"
 
 
 def test_without_a_picture_the_grid_is_drawn(look: Look) -> None:

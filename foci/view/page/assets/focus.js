@@ -24,6 +24,9 @@ export function describeHeads(heads, store) {
   const layer = store.layers[heads[0].layer];
   const whole = heads.length === layer.heads && heads.every((one) => one.layer === layer.number);
   if (whole) return `${layer.label}, mean of ${heads.length} heads`;
+  const layers = new Set(heads.map((one) => one.layer));
+  const total = [...layers].reduce((sum, number) => sum + store.layers[number].heads, 0);
+  if (total === heads.length) return `mean of ${layers.size} layers`;
   const names = heads.slice(0, 4).map((one) => one.name).join(", ");
   return `mean of ${names}${heads.length > 4 ? "…" : ""}`;
 }

@@ -20,7 +20,8 @@ const SCALES = [
 
 export class ImageView {
   constructor({ store, state }) {
-    Object.assign(this, { store, state, mode: "light", cursor: 0, canvases: [], headMaps: [], wordDirection: "to" });
+    Object.assign(this, { store, state, mode: "light", cursor: 0, canvases: [], headMaps: [], chosenImage: 0 });
+    this.wordDirection = "to";
     this.modes = choice("Draw attention as", [
       ["light", "light", "Patches with large weights are bright, the others dark"],
       ["color", "color", "Patches with large weights are dark red, the others pale"],
@@ -66,18 +67,27 @@ export class ImageView {
     const { store, state } = this;
     const withImages = store.layers.filter((layer) => this.imageSide(layer) !== null);
     this.layers = withImages;
+    // Weights that are asked for one by one are too many for the mean of all layers.
+    this.canAverage = withImages.every((layer) => !store.remote || store.hasEntries(layer));
     const chooseLayer = (n) => {
-      const next = withImages[n];
+      if (n === 0) return state.set({ heads: this.similarLayers().map((layer) => layer.label) });
+      const next = withImages[n - 1];
       const named = /H\d+(#\d+)?$/.exec(state.heads[0] ?? "") && this.focus?.heads.length === 1;
       state.set({ heads: [named ? next.names[Math.min(this.focus.heads[0].head, next.heads - 1)] : next.label] });
     };
-    this.layer = slider("Layer", 0, withImages.length - 1, 1, chooseLayer);
+    this.layer = slider("Layer", this.canAverage ? 0 : 1, withImages.length, 1, chooseLayer);
     this.step = slider("Denoising step", 0, store.header.steps.length, 1, (denoise) => state.set({ denoise }));
     this.video = slider("Frame", 0, 0, 1, (frame) => state.set({ frame }));
     const rows = [["layer", this.layer], ["denoising step", this.step], ["frame", this.video]];
     this.values = rows.map(() => make("output", { class: "value" }));
     this.rows = rows.map(([name, input], n) => labelled(name, input, this.values[n]));
     this.sliders.append(...this.rows);
+  }
+
+  // The layers with the same queries and keys as the selected one, whose weights can be averaged.
+  similarLayers() {
+    const { layer } = this.focus;
+    return this.layers.filter((other) => ["queries", "keys", "Tq", "Tk"].every((name) => other[name] === layer[name]));
   }
 
   updateSliders({ layer, heads }) {
@@ -90,7 +100,7 @@ export class ImageView {
     this.rows[1].hidden = !steps.length;
     this.rows[2].hidden = frames < 2;
     this.sliders.hidden = this.rows.every((row) => row.hidden);
-    this.layer.value = String(Math.max(0, this.layers.indexOf(layer)));
+    this.layer.value = String(countLayers(heads) > 1 ? 0 : this.layers.indexOf(layer) + 1);
     this.values[0].textContent = describeHeads(heads, store);
     this.step.value = String(state.denoise);
     this.values[1].textContent = state.denoise ? `${steps[state.denoise - 1] + 1} of ${totalSteps}` : `mean of ${totalSteps}`;
@@ -154,7 +164,7 @@ export class ImageView {
     this.updateSliders(focus);
     const hasImage = this.side !== null;
     for (const part of [this.words, this.frame]) part.hidden = !hasImage;
-    this.heads.hidden = !hasImage || focus.layer.heads < 2;
+    this.heads.hidden = !hasImage || this.listMaps().length < 2;
     if (!hasImage) {
       this.note.textContent = "This head has no image: choose another layer.";
       return;
@@ -237,6 +247,14 @@ export class ImageView {
     this.imageKey = key;
     this.canvases = images.map((image, n) => this.createCanvas(image, n, images.length));
     this.images.replaceChildren(...this.canvases.map(({ figure }) => figure));
+    this.chooseImage(0);
+  }
+
+  // The small maps are those of one image.
+  chooseImage(n) {
+    this.chosenImage = n;
+    this.canvases.forEach(({ name }, i) => name?.setAttribute("aria-pressed", String(i === n)));
+    this.redraw();
   }
 
   createCanvas(image, n, count) {
@@ -256,8 +274,10 @@ export class ImageView {
     canvas.addEventListener("pointerleave", () => this.leave());
     canvas.addEventListener("click", (event) => this.pick(at(event), this.patchDirection(), event.shiftKey));
     canvas.addEventListener("keydown", (event) => this.key(event, segments()));
-    const caption = count > 1 ? make("figcaption", {}, name) : null;
-    return { canvas, segments, figure: make("figure", {}, canvas, caption) };
+    const options = { type: "button", class: "chip", title: "Small maps of this image", onclick: () => this.chooseImage(n) };
+    const chooser = count > 1 ? make("button", options, name) : null;
+    const figure = make("figure", {}, canvas, chooser && make("figcaption", {}, chooser));
+    return { canvas, segments, figure, name: chooser };
   }
 
   key(event, [segment]) {
@@ -319,7 +339,7 @@ export class ImageView {
     const scale = this.scale();
     const room = this.frame.clientWidth - 24;
     // The height does not depend on what is selected: the image must not move under the pointer.
-    const share = this.focus.layer.heads > 1 ? 0.48 : 0.64;
+    const share = this.listMaps().length > 1 ? 0.48 : 0.64;
     const high = Math.max(200, share * Math.min(window.innerHeight, this.element.clientHeight));
     const across = Math.min(this.canvases.length, Math.max(1, Math.floor(room / 180)));
     for (const one of this.canvases) this.drawImage(one, room / across - 12, high, scale);
@@ -381,57 +401,63 @@ export class ImageView {
     return from === "queries" ? this.store.keyPosition(layer, position) : position - (layer.Tk - layer.Tq);
   }
 
-  // The same map of every head of the layer, small.
+  // What the small maps show: the heads of the layer, or the layers if their mean is selected.
+  listMaps() {
+    const { store, focus } = this;
+    const headsOf = ({ number }) => store.heads.filter((one) => one.layer === number);
+    const maps = countLayers(focus.heads) > 1
+      ? this.similarLayers().map((layer) => ({ name: layer.label, label: layer.label, heads: headsOf(layer) }))
+      : headsOf(focus.layer).map((one) => ({ name: one.name, label: one.name.replace(/^.*H/, "H"), heads: [one] }));
+    return maps.slice(0, MAX_HEAD_MAPS);
+  }
+
+  // The same map of every head of the layer or of every layer, small, for the chosen image.
   renderHeads() {
     const { store, state, focus } = this;
-    const { layer } = focus;
-    this.heads.hidden = layer.heads < 2;
+    const maps = this.listMaps();
+    this.heads.hidden = maps.length < 2;
     this.heads.classList.toggle("idle", !this.isColored());
     if (this.heads.hidden || !this.isColored()) return;
-    const known = store.heads.filter((one) => one.layer === layer.number).slice(0, MAX_HEAD_MAPS);
-    if (store.remote && !store.hasEntries(layer)) {
+    if (store.remote && !store.hasEntries(focus.layer)) {
       for (const u of focus.picks) {
         for (let i = focus.sources.start[u]; i < focus.sources.stop[u]; i++) {
-          store.remote.askAllHeads(layer.number, focus.to, i, state.seq);
+          store.remote.askAllHeads(focus.layer.number, focus.to, i, state.seq);
         }
       }
     }
-    const key = `${layer.number}`;
+    const key = maps.map(({ name }) => name).join();
     if (this.headKey !== key) {
       this.headKey = key;
-      this.headMaps = known.map((one) => this.headMap(one));
+      this.headMaps = maps.map((map) => this.headMap(map));
       this.heads.replaceChildren(...this.headMaps.map(({ element }) => element));
     }
     for (const map of this.headMaps) this.drawHead(map);
   }
 
-  headMap(one) {
+  headMap({ name, label, heads }) {
     const canvas = make("canvas", { "aria-hidden": "true" });
-    const layer = this.store.layers[one.layer];
-    const name = one.name.replace(/^.*H/, "H");
     // A second press shows the mean of all heads again.
     const choose = () => {
-      const isAlone = this.focus.heads.length === 1 && this.focus.heads[0] === one;
-      this.state.set({ heads: [isAlone ? layer.label : one.name] });
+      const isAlone = this.focus.heads.length === 1 && this.focus.heads[0] === heads[0];
+      this.state.set({ heads: [isAlone ? this.focus.layer.label : name] });
     };
-    const element = make("button", { type: "button", class: "headmap", title: `${one.name}: show this head`, onclick: choose },
-      canvas, make("span", {}, name));
-    return { one, canvas, element };
+    const element = make("button", { type: "button", class: "headmap", title: `${name}: show it alone`, onclick: choose },
+      canvas, make("span", {}, label));
+    return { heads, canvas, element };
   }
 
-  drawHead({ one, canvas, element }) {
+  drawHead({ heads, canvas, element }) {
     const { store, state, focus } = this;
     const weights = new Float32Array(focus.targets.of.length);
-    for (const u of focus.picks) addUnitWeights(weights, store, state, [one], focus.sources, u, focus.to);
+    for (const u of focus.picks) addUnitWeights(weights, store, state, heads, focus.sources, u, focus.to);
     const isSink = (position) => focus.to && state.hideSinks && focus.sinks.has(position);
-    const [first] = this.canvases;
-    const grid = layOut(first.segments(), (position) => (isSink(position) ? 0 : weights[position]));
+    const grid = layOut(this.canvases[this.chosenImage].segments(), (at) => (isSink(at) ? 0 : weights[at]));
     const scale = createScale(state.scale, grid.values, focus.uniform, state.peak > 0 ? state.peak : null);
     const ratio = grid.columns / grid.rows;
     const [width, height] = ratio > 1 ? [HEAD_MAP_SIDE, HEAD_MAP_SIDE / ratio] : [HEAD_MAP_SIDE * ratio, HEAD_MAP_SIDE];
     Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
     drawGrid(prepareCanvas(canvas, width, height), grid, width, height, scale, focus.to ? "to" : "from");
-    element.setAttribute("aria-pressed", String(focus.heads.length === 1 && focus.heads[0] === one));
+    element.setAttribute("aria-pressed", String(focus.heads.length === 1 && focus.heads[0] === heads[0]));
   }
 
   legend() {
@@ -470,6 +496,10 @@ function slider(name, min, max, step, choose) {
 
 function labelled(text, ...controls) {
   return make("span", { class: "labelled" }, make("span", { class: "label" }, text), ...controls);
+}
+
+function countLayers(heads) {
+  return new Set(heads.map(({ layer }) => layer)).size;
 }
 
 // The borders of the patches, where no picture shows them.
