@@ -113,6 +113,11 @@ def model_view(
 ) -> HtmlPage | None:
     """Show all layers and heads as thumbnails; the other arguments are those of `head_view`.
 
+    >>> attention = [torch.rand(1, 4, 3, 3).softmax(-1) for _ in range(2)]
+    >>> page = foci.bertviz.model_view(attention, ["[CLS]", "hun", "##gry"], html_action="return")
+    >>> page.data[:15]
+    '<!doctype html>'
+
     Args:
         display_mode: "dark" or "light".
         include_heads: the heads of each layer on the page; None: all.

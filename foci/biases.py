@@ -23,7 +23,11 @@ from foci.scores import check_parameter, describe_value
 
 
 class Bias:
-    """Adds to the logits after (`term`) or before (`raw_term`) the scale, and to the output (`value_term`)."""
+    """Adds to the logits after (`term`) or before (`raw_term`) the scale, and to the output (`value_term`).
+
+    >>> isinstance(foci.ALiBi(), foci.Bias)
+    True
+    """
 
     def term(self, tile: Tile) -> Tensor | None:
         """Added to the scaled score; broadcasts to (B, H, R, C)."""

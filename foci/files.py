@@ -27,6 +27,13 @@ ACCEPTED = (
 def load(path: str | os.PathLike[str]) -> Weights | Record | Model | Pretrained | History:
     """Open a file or directory that foci wrote.
 
+    >>> import tempfile
+    >>> _, weights = foci.attention(*torch.randn(3, 1, 2, 5, 8), return_weights=True)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     weights.save(f"{folder}/weights.safetensors")
+    ...     foci.load(f"{folder}/weights.safetensors").shape
+    (1, 2, 5, 5)
+
     A file of weights gives `Weights`, a .foci file a `Record`, and a run directory or the file of a trained model a
     `Pretrained` model that answers inputs. A model file without a task, as `foci.nn.Model.save` writes it, gives the
     module in eval mode. The attention.jsonl of a monitored training gives its

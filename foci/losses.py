@@ -22,6 +22,12 @@ from foci.weights.divergence import compute_divergence
 from foci.weights.indexing import parse_axis_index
 from foci.weights.weights import Weights
 
+__all__ = ["alignment", "divergence", "entropy"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def divergence(teacher: Weights, student: Weights, *, keys: Tensor | None = None) -> Tensor:
     """The Kullback-Leibler divergence KL(teacher || student), the mean over all queries that see a key.

@@ -19,7 +19,11 @@ from torch import Tensor
 
 
 class Score:
-    """Compares queries with keys: `finish(raw(q, k), width)` is the logit before bias and mask."""
+    """Compares queries with keys: `finish(raw(q, k), width)` is the logit before bias and mask.
+
+    >>> isinstance(foci.Dot(softcap=30.0), foci.Score)
+    True
+    """
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         """(B, H, R, D) and (B, G, C, D) -> (B, H, R, C), before the scale; head h reads key head h // group."""

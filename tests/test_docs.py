@@ -5,6 +5,8 @@ and those of the tour run in their order.
 """
 
 import ast
+import importlib
+import inspect
 import re
 import shlex
 from itertools import pairwise
@@ -70,6 +72,20 @@ def test_every_public_name_is_in_the_reference_and_in_a_page() -> None:
     )
     assert [name for name in foci.__all__ if not re.search(rf"^\.\. auto\w+:: {name}$", reference, re.MULTILINE)] == []
     assert [name for name in foci.__all__ if not re.search(rf"foci\.{name}\b", pages)] == []
+
+
+def test_the_docstring_of_every_public_function_and_class_has_an_example() -> None:
+    modules = [importlib.import_module(name) for name in sorted(PUBLIC_MODULES)]
+    named = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in dir(module)}
+    own = {
+        name: value.__doc__ or ""
+        for name, value in named.items()
+        if (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__.startswith("foci.")
+        and not name.split(".")[-1].startswith("_")
+    }
+    assert len(own) > 80
+    assert [name for name, text in own.items() if ">>> " not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -57,8 +57,11 @@ class Pretrained:
 def pretrained(name: str) -> Pretrained:
     """Loads a model that ships with foci, by the name of its task, on the CPU and in eval mode.
 
-    `foci.pretrained("translation")("A man sleeps.")` returns the German sentence; `.show("A man sleeps.")` returns a
-    Record of the attention while it was translated.
+    >>> translate = foci.pretrained("translation")
+    >>> translate("A man sleeps.")
+    'Ein Mann schläft.'
+
+    `translate.show("A man sleeps.")` returns a Record of the attention while it was translated.
     """
     if name not in models.list_pretrained() and name in models.TRAINING_DATA:
         raise ValueError(f'{models.describe_missing_model(name)}; foci.load("runs/{name}") opens yours')

@@ -34,7 +34,11 @@ NGRAM_HASH_MODULUS, NGRAM_HASH_MULTIPLIER = 2_147_483_647, 1_597_334_677
 
 @dataclass(frozen=True)
 class ClassifierConfig(BlockConfig):
-    """The config of `TextClassifier`."""
+    """The config of `TextClassifier`.
+
+    >>> foci.nn.TextClassifier.from_name("tiny", vocabulary=100, classes=3).config.classes
+    3
+    """
 
     vocabulary: int = 30_000  # the vocabulary size; token 0 is padding
     classes: int = 2  # the number of classes

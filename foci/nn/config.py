@@ -82,7 +82,11 @@ class Config:
 
 @dataclass(frozen=True)
 class BlockConfig(Config):
-    """The config of `Block`: attention and feed-forward network, each with a norm and a residual connection."""
+    """The config of `Block`: attention and feed-forward network, each with a norm and a residual connection.
+
+    >>> foci.nn.Block(foci.nn.BlockConfig(width=64, heads=4))(torch.randn(1, 5, 64)).shape
+    torch.Size([1, 5, 64])
+    """
 
     width: int = 512  # the width of the tokens
     heads: int = 8  # the number of heads
@@ -149,7 +153,11 @@ class TransformerConfig(BlockConfig):
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig(Config):
-    """The config of `EncoderDecoder`: a stack for the source, and one for the target with cross-attention to it."""
+    """The config of `EncoderDecoder`: a stack for the source, and one for the target with cross-attention to it.
+
+    >>> foci.nn.EncoderDecoder.from_name("tiny", vocabulary=100).config.decoder.vocabulary
+    100
+    """
 
     encoder: TransformerConfig  # encodes the source
     decoder: TransformerConfig  # decodes the target

@@ -27,8 +27,10 @@ HUGGINGFACE_ACTIVATIONS: dict[str, Activation] = {
 def from_huggingface(model: Any) -> Encoder | Decoder | EncoderDecoder:
     """Convert a loaded BERT, GPT-2, Llama or Marian model of `transformers` to a foci model with the same logits.
 
-        model = transformers.AutoModelForCausalLM.from_pretrained("gpt2")
-        foci.nn.from_huggingface(model)(tokens, return_weights=True).weights["L5"]
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2)).eval()
+    >>> foci.nn.from_huggingface(model)(torch.tensor([[1, 2, 3]]), return_weights=True).weights["L1"].shape
+    (1, 2, 3, 3)
 
     Supported are BertModel, BertForMaskedLM, GPT2Model, GPT2LMHeadModel, LlamaModel, LlamaForCausalLM and
     MarianMTModel; the first of each pair returns states without logits.

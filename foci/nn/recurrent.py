@@ -67,7 +67,11 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RecurrentConfig(Config):
-    """The config of `Seq2SeqRNN`."""
+    """The config of `Seq2SeqRNN`.
+
+    >>> foci.nn.RecurrentConfig(vocabulary=100, cell="lstm").replace(score="dot").score
+    'dot'
+    """
 
     vocabulary: int = 32000  # the vocabulary size of the target
     source_vocabulary: int | None = None  # the vocabulary size of the source; None: that of the target

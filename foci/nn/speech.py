@@ -37,7 +37,11 @@ from foci.weights.weights import Weights
 
 @dataclass(frozen=True)
 class SpeechConfig(BlockConfig):
-    """The config of `SpeechEncoder`."""
+    """The config of `SpeechEncoder`.
+
+    >>> foci.nn.SpeechEncoder.from_name("tiny", features=40, vocabulary=30).config.features
+    40
+    """
 
     features: int = 80  # the number of features per frame, such as 80 mel bands
     halvings: int = 2  # the number of convolutions with stride 2: 2 gives one state per 4 frames

@@ -30,7 +30,12 @@ Item = TypeVar("Item")
 
 
 class Output(NamedTuple):
-    """The output of a model; with return_weights, `weights` holds every layer's by name: L0, encoder.L0, cross.L0."""
+    """The output of a model; with return_weights, `weights` holds every layer's by name: L0, encoder.L0, cross.L0.
+
+    >>> model = foci.nn.Decoder.from_name("tiny", vocabulary=20)
+    >>> model(torch.tensor([[1, 2, 3]]), return_weights=True).weights["L0"].shape[-2:]
+    (3, 3)
+    """
 
     states: Tensor  # (B, T, width), after the last norm
     logits: Tensor | None  # (B, T, vocabulary), if the model has a head; T is 1 with only_last
@@ -38,7 +43,12 @@ class Output(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The encoded source, which a decoder attends to."""
+    """The encoded source, which a decoder attends to.
+
+    >>> model = foci.nn.EncoderDecoder.from_name("tiny", vocabulary=20)
+    >>> model.encode(torch.tensor([[1, 2, 3]])).states.shape[1]
+    3
+    """
 
     states: Tensor  # (B, S, width)
     layout: Layout  # which states are real

@@ -34,7 +34,11 @@ STEM_GROUP_CHANNELS = 16
 
 @dataclass(frozen=True)
 class VisionConfig(BlockConfig):
-    """The config of `VisionTransformer`."""
+    """The config of `VisionTransformer`.
+
+    >>> foci.nn.VisionTransformer.from_name("tiny", classes=10).config.classes
+    10
+    """
 
     layers: int = 12  # the number of blocks
     image: int = 224  # the height and width of the images, in pixels

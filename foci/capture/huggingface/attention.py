@@ -54,7 +54,12 @@ class VisibleKeys(NamedTuple):
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """One attention of a transformers model: (B, H, Tq, D) in, (B, Tq, H, Dv) out, with weights if requested."""
+    """One attention of a transformers model: (B, H, Tq, D) in, (B, Tq, H, Dv) out, with weights if requested.
+
+    >>> module, (q, k, v) = torch.nn.Module(), torch.randn(3, 1, 2, 5, 8)
+    >>> foci.hf.attention_forward(module, q, k, v, None, scaling=8**-0.5)[0].shape
+    torch.Size([1, 5, 2, 8])
+    """
     recorder = find_only_recorder() if attention_mask is None else None
     out = None if recorder is None else run_watched_call(recorder, module, query, key, value, **options)
     if out is not None:

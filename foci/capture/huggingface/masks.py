@@ -149,6 +149,10 @@ def build_attention_mask(
 ) -> Tensor | None:
     """Builds the mask of a forward pass with the arguments of transformers; None if all keys are visible.
 
+    >>> mask = foci.hf.build_attention_mask(2, q_length=3, kv_length=3, attention_mask=torch.ones(2, 3).bool())
+    >>> mask.shape
+    torch.Size([2, 1, 3, 3])
+
     The result is a `DeferredMask`, also for a causal mask: modules that ignore `attn_implementation` would not apply
     `is_causal`. Only for a watched model that used a fused implementation before, a causal mask is left to `is_causal`.
     While compiling, the result is the dense mask of eager code, which every module understands.
