@@ -58,9 +58,7 @@ class TrainConfig(Config):
     compile: bool = False  # use torch.compile, on cuda
     graphs: bool = False  # replay steps as CUDA graphs: faster for small models
     shard: bool = False  # several processes: shard weights and optimizer state (FSDP2), for large models
-    parallel: str = (
-        ""  # sizes such as fsdp=2,tp=2,cp=2: share weights and batches, heads, and tokens of several processes
-    )
+    parallel: str = ""  # several processes: fsdp=2,tp=2,cp=2 shards weights and batches, heads, and tokens
     ahead: int = 2  # batches prepared in advance, on cuda or by each worker
     workers: int = 0  # processes that prepare batches, for costly audio and image augmentation; 0: a thread
 
