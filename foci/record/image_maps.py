@@ -113,8 +113,12 @@ def reads_columns(record: Record, direction: Any, query: Any, batch: int) -> boo
     if direction is not None or not words:
         return bool(direction == "image->text")
     # A patch that is named as it is labelled looks at other patches.
-    is_patch = isinstance(query, str) and re.fullmatch(r"(\d+:)?\d+,\d+", query.strip())
-    return not reading and not is_patch
+    return not reading and not is_patch_name(query)
+
+
+def is_patch_name(query: Any) -> bool:
+    """Whether a query is named as a patch is labelled, by its row and column: "2,3", or "1:2,3" with its frame."""
+    return isinstance(query, str) and re.fullmatch(r"(\d+:)?\d+,\d+", query.strip()) is not None
 
 
 def shows_text_to_image(record: Record, layer: Layer, batch: int) -> bool:

@@ -13,11 +13,20 @@ from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.runtime.console import ANSI_STYLE, text_width
 from foci.view.selection import compute_unit_weights, select_default_head, select_head, select_patch
-from foci.view.terminal import record, text
+from foci.view.terminal import patches, record, text
 from foci.view.terminal.record import render_record, show_record
 from foci.view.terminal.styled_text import TerminalPage
 from foci.view.units import TextUnit, find_unit, list_layer_units, list_units
-from tests.view.records import image, jane, kept, of_texts, translation, translation_with_sinks
+from tests.view.records import (
+    denoising,
+    image,
+    jane,
+    kept,
+    of_texts,
+    translation,
+    translation_with_sinks,
+    words_and_images,
+)
 
 
 def lines(record: Record, width: int = 72, **options: object) -> list[str]:
@@ -574,3 +583,34 @@ def test_the_image_of_a_vision_language_model_is_one_unit() -> None:
         ("shoe", 5, 6),
     ]
     assert [unit.text for unit in list_units(labels, by_token=True)][1:3] == ["0,0", "0,1"]
+
+
+def test_a_word_is_drawn_on_its_images() -> None:
+    found = lines(words_and_images(images=2), word="red")
+    start = found.index("“red” on the image in the mean of all layers")
+    first = [line.strip() for line in found[start + 1 : start + 5]]
+    assert first[:3] == ["image 1", "██", ""]
+    assert first[3].startswith("brightest: ")
+    assert first[3].endswith("patch 0,1 (row, column)")
+    assert any("Attention of “red”" in line for line in found)
+    colored = render_record(words_and_images(), word="shoe", head="L1H0", page=TerminalPage(72, True, bits=24)).lines
+    start = next(i for i, line in enumerate(colored) if "“shoe” on the image in L1H0" in line)
+    # The picture is grey; the patch 1,2 beside it is not.
+    assert "200;200;200" in colored[start + 1]
+    assert "“" not in "".join(line for line in lines(words_and_images()) if "on the image" in line)
+
+
+def test_a_word_of_a_prompt_is_drawn_on_the_image_that_attends_to_it() -> None:
+    record = denoising()
+    found = "\n".join(lines(record, word="shoe"))
+    assert "“shoe” on the image in the mean of all layers" in found
+    assert "brightest" in found
+    with pytest.raises(ValueError, match="query must be a word of the text"):
+        lines(record, word="boot")
+
+
+def test_a_fine_grid_is_shrunk_to_the_terminal() -> None:
+    grid = torch.rand(100, 200)
+    small = patches.shrink_grid(TerminalPage(72), grid)
+    assert small.shape == (34, 67)
+    torch.testing.assert_close(small.sum(), grid.sum())

@@ -1,18 +1,23 @@
-"""Draws the patches of an image in a terminal, tinted by the attention weights of one query."""
+"""Draws the patches of an image in a terminal, tinted by the attention weights of one query or word."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from foci.record.labels import Labels
+from foci.record.labels import Labels, Segment
 from foci.record.record import Record
+from foci.runtime.printable import make_printable
 from foci.view.colors import Color
 from foci.view.selection import HeadSelection, read_rows, require_grid, reshape_to_grid, select_patch
 from foci.view.terminal.styled_text import TerminalPage
 
 MAX_PATCH_ROWS = 24
 IMAGE_GAP = 3
+# The images of a sequence on which a word is drawn.
+MAX_IMAGES = 4
 
 
 def write_patches(
@@ -27,8 +32,61 @@ def write_patches(
         page.note("Its weights are NaN or infinite.")
         return
     grid = reshape_to_grid(weights, labels)
-    write_side_by_side(page, render_image(page, labels, batch), render_patches(page, grid))
+    picture = None if labels.images is None else labels.images[batch]
+    write_side_by_side(page, render_image(page, picture, require_grid(labels)), render_patches(page, grid))
     write_patch_legend(page, weights, grid, labels)
+
+
+def write_word_maps(
+    page: TerminalPage, record: Record, selection: HeadSelection | None, labels: Labels, word: str, batch: int
+) -> None:
+    """Write where a word lies on the images of its sequence: their pictures, and beside them the weights.
+
+    Args:
+        selection: a head, or the mean of a layer; None: the mean of all layers.
+        labels: those of the sequence with the images.
+    """
+    images = labels.grids(batch)
+    place = "the mean of all layers" if selection is None else selection.name
+    page.heading(f"“{make_printable(word)}” on the image in {place}")
+    for number, segments in enumerate(images[:MAX_IMAGES]):
+        if selection is None:
+            grid = record.image_map(word, image=number, batch=batch)
+        else:
+            name = record.name_of(selection.layer)
+            grid = record.image_map(word, image=number, batch=batch, layer=name, head=selection.head)
+        if len(images) > 1:
+            page.prose(f"image {number + 1}")
+        # A video is drawn as the sum of its frames, beside the first one.
+        write_word_map(page, grid.sum(0) if grid.dim() == 3 else grid, get_picture(labels, segments, batch))
+    if len(images) > MAX_IMAGES:
+        page.note(f"{len(images) - MAX_IMAGES} more images")
+
+
+def write_word_map(page: TerminalPage, grid: Tensor, picture: Tensor | None) -> None:
+    if not grid.isfinite().all():
+        page.note("Its weights are NaN or infinite.")
+        return
+    small = shrink_grid(page, grid)
+    rows, columns = small.shape
+    write_side_by_side(page, render_image(page, picture, (rows, columns)), render_patches(page, small))
+    row, column = divmod(int(grid.argmax()), grid.shape[1])
+    page.note(f"brightest: {float(grid.max()):.1%}, patch {row},{column} (row, column)")
+
+
+def get_picture(labels: Labels, segments: Sequence[Segment], batch: int) -> Tensor | None:
+    """The picture of an image, uint8 (height, width, 3); None if it was not kept."""
+    if labels.images is not None:
+        return labels.images[batch]
+    number = next((each.picture for each in segments if each.picture is not None), None)
+    return None if number is None else labels.pictures[number]
+
+
+def shrink_grid(page: TerminalPage, grid: Tensor) -> Tensor:
+    """Add up neighboring patches of a grid that is wider than the terminal or very high."""
+    rows, columns = grid.shape
+    factor = max(-(-columns // page.room), -(-rows // (2 * MAX_PATCH_ROWS)))
+    return torch.nn.functional.avg_pool2d(grid[None], factor, ceil_mode=True, divisor_override=1)[0]
 
 
 def fits_wide_patches(page: TerminalPage, height: int, width: int) -> bool:
@@ -42,13 +100,13 @@ def render_patches(page: TerminalPage, grid: Tensor) -> list[str]:
     return page.render_blocks((grid / grid.max().clamp(min=1e-9)).tolist(), columns)
 
 
-def render_image(page: TerminalPage, labels: Labels, batch: int) -> list[str]:
+def render_image(page: TerminalPage, picture: Tensor | None, grid: tuple[int, int]) -> list[str]:
     """Render the image in half blocks, as high as the grid beside it; no lines without color or room."""
-    height, width = require_grid(labels)
+    height, width = grid
     columns, lines = (2 * width, 2 * height) if fits_wide_patches(page, height, width) else (width, height)
-    if labels.images is None or not page.color or 2 * columns + IMAGE_GAP > page.room:
+    if picture is None or not page.color or 2 * columns + IMAGE_GAP > page.room:
         return []
-    image = labels.images[batch].permute(2, 0, 1).float()
+    image = picture.permute(2, 0, 1).float()
     small = torch.nn.functional.interpolate(image[None], (lines, columns), mode="area")[0].round().int()
     pixels = small.permute(1, 2, 0).tolist()
     colors: list[list[Color]] = [[(red, green, blue) for red, green, blue in row] for row in pixels]

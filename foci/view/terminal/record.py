@@ -9,6 +9,7 @@ from typing import TextIO
 
 from torch import Tensor
 
+from foci.record.image_maps import is_patch_name, shows_image_to_text, shows_text_to_image
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
@@ -22,6 +23,7 @@ from foci.view.selection import (
     read_picture,
     select_default_head,
     select_head,
+    select_layer_mean,
     select_source_head,
 )
 from foci.view.terminal import heads, matrix, patches, text
@@ -47,7 +49,8 @@ def show_record(
     """Print a record: with colors to a terminal, as plain text elsewhere.
 
     Args:
-        word: the query word, or its index; "the#2" is the second "the". None: one that attends to a distant word.
+        word: the query word, or its index; "the#2" is the second "the". None: one that attends to a distant word. A
+            word of a text with images is drawn on these too.
         head: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or a number together with `layer`.
         batch: which sequence.
         by_token: show single tokens instead of words.
@@ -68,17 +71,31 @@ def render_record(
     by_token: bool = False,
     page: TerminalPage | None = None,
 ) -> TerminalPage:
-    """Render what `show_record` prints."""
+    """Render what `show_record` prints: also where a word lies on the images of its text."""
     page = page or TerminalPage()
     is_named = head is not None or layer is not None
     selection = select_head(record, head, layer) if is_named else select_default_head(record, batch)
+    layers = [selection.layer] if is_named else list(record.layers.values())
+    reading = [each for each in layers if shows_text_to_image(record, each, batch)]
+    drawing = [each for each in layers if shows_image_to_text(record, each, batch)]
+    is_drawn = isinstance(word, str) and bool(reading or drawing) and not is_patch_name(word)
+    if is_drawn and reading and not any(each is selection.layer for each in reading):
+        # The default may be a layer of the vision tower, which has no words.
+        selection = select_layer_mean(record, reading[-1])
     write_title(page, record)
     if not is_named:
         heads.write_head_metrics(page, record)
         source = select_source_head(record, selection, batch)
         if source is not None:
             write_attention(page, record, source, None, batch, by_token)
-    if record.labels_of(selection.layer)[1].grid is not None:
+    if is_drawn:
+        labels = record.labels_of(reading[0])[1] if reading else record.labels_of(drawing[0])[0]
+        patches.write_word_maps(page, record, selection if is_named else None, labels, str(word), batch)
+    has_grid = record.labels_of(selection.layer)[1].grid is not None
+    # Where the words are keys only, as in a diffusion model, or the keys are an image, the map is all there is.
+    if is_drawn and (has_grid or not reading):
+        return page
+    if has_grid:
         patches.write_patches(page, record, selection, word, batch)
     else:
         write_attention(page, record, selection, word, batch, by_token)
