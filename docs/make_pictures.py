@@ -35,7 +35,7 @@ DOCS = Path(__file__).parent
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SIZE = {"width": 1280, "height": 800}
 # A larger file is stored with 256 colors.
-MAX_BYTES = 150_000
+MAX_BYTES = 180_000
 JANE = "Jane is hungry, and she's really craving pasta from Italy."
 COOKED = f"{JANE} The restaurant near her house was closed, so she cooked at home."
 HOME = "We will go home tomorrow because it is raining."
