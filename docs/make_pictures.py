@@ -62,10 +62,10 @@ COLOR = re.compile(r"([34]8);2;(\d+);(\d+);(\d+)")
 def main() -> int:
     """Draw every picture, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join([*PAGES, *PICTURES])}")
-    names = parser.parse_args().names or [*PAGES, *PICTURES]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PAGES | PICTURES)}")
+    names = parser.parse_args().names or list(PAGES | PICTURES)
     if unknown := set(names) - {*PAGES, *PICTURES}:
-        parser.error(f"NAME must be one of {', '.join([*PAGES, *PICTURES])}, got {', '.join(sorted(unknown))}")
+        parser.error(f"NAME must be one of {', '.join(PAGES | PICTURES)}, got {', '.join(sorted(unknown))}")
     with open_browser() as browser:
         for name in names:
             # A name can be that of a page and of a picture.
