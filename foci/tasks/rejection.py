@@ -45,7 +45,7 @@ class Rejection:
         return self.scores(features.float()) > self.threshold
 
     @classmethod
-    def fit(cls, known: Tensor, others: Tensor, *, hidden: int = 16, seed: int = 0) -> Self:
+    def fit(cls, known: Tensor, others: Tensor, *, hidden: int = 16, decay: float = DECAY, seed: int = 0) -> Self:
         """Trains the network to tell known inputs (N, D) from others (M, D); both weigh the same."""
         features = torch.cat([known, others]).float()
         mean, std = features.mean(0), features.std(0).clamp(min=1e-3)
@@ -56,7 +56,7 @@ class Rejection:
         inner = torch.randn(hidden, 1 + features.shape[1], generator=generator) / features.shape[1] ** 0.5
         outer = torch.randn(1 + hidden, generator=generator) / hidden**0.5
         network = cls(inner.requires_grad_(), outer.requires_grad_())
-        optimizer = torch.optim.AdamW([inner, outer], lr=RATE, weight_decay=DECAY)
+        optimizer = torch.optim.AdamW([inner, outer], lr=RATE, weight_decay=decay)
         with torch.enable_grad():
             for _ in range(STEPS):
                 loss = F.binary_cross_entropy_with_logits(network.scores(features), targets, weights, reduction="sum")

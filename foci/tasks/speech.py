@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self, cast
+from typing import NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ from foci.nn.model import Model
 from foci.nn.speech import SpeechConfig, SpeechEncoder, read_ctc
 from foci.record.labels import Labels
 from foci.record.record import Record
+from foci.tasks.class_prediction import ClassPrediction
+from foci.tasks.rejection import REJECTION_FILE, Rejection
 from foci.tasks.speech_features import (
     SpeechSettings,
     augment_features,
@@ -34,6 +36,7 @@ from foci.tasks.speech_features import (
     join_recordings,
     load_recording,
     measure_feature_std,
+    summarize_recording,
 )
 from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
 from foci.tasks.task_files import check_numbers, parse_object
@@ -69,6 +72,13 @@ class Recording:
     text: str = ""
 
 
+class RecordingPart(NamedTuple):
+    """A part of a recording, and the tokens of its answer."""
+
+    samples: slice
+    tokens: list[int]
+
+
 class Speech(Task[Recording, str]):
     """Recognition of recordings (a table of paths and texts); metrics: word and character error rate, exact matches.
 
@@ -81,8 +91,16 @@ class Speech(Task[Recording, str]):
     settings_type = SpeechSettings
     settings: SpeechSettings
 
-    def __init__(self, settings: SpeechSettings, tokenizer: Tokenizer, std: Sequence[float]) -> None:
+    def __init__(
+        self,
+        settings: SpeechSettings,
+        tokenizer: Tokenizer,
+        std: Sequence[float],
+        rejection: Rejection | None = None,
+    ) -> None:
         self.settings, self.tokenizer, self.std = settings, tokenizer, torch.tensor(std)
+        # Declines recordings of none of the words, if the model file has it: each answer is then one word.
+        self.rejection = rejection
         self._recordings = SampleCache(partial(load_recording, rate=settings.rate))
 
     @classmethod
@@ -124,15 +142,17 @@ class Speech(Task[Recording, str]):
         return cls(settings, tokenizer, std.tolist())
 
     def learned_state(self) -> dict[str, str]:
-        return {
+        files = {
             "tokenizer.json": tokenizer_to_json(self.tokenizer),
             "frames.json": json.dumps({"std": self.std.tolist()}),
         }
+        return files if self.rejection is None else files | {REJECTION_FILE: self.rejection.to_json()}
 
     @classmethod
     def from_learned_state(cls, settings: SpeechSettings, files: dict[str, str]) -> Self:
         (std,) = parse_object(files["frames.json"], "frames.json", "std")
-        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), check_numbers(std, "std", above=0.0))
+        tokenizer = tokenizer_from_json(files["tokenizer.json"])
+        return cls(settings, tokenizer, check_numbers(std, "std", above=0.0), Rejection.from_files(files))
 
     def model(self) -> Model:
         own = self.settings
@@ -216,16 +236,45 @@ class Speech(Task[Recording, str]):
     def decode(
         self, model: nn.Module, examples: Sequence[Recording], done: ProgressCallback = ignore_progress
     ) -> list[str]:
-        answers = [""] * len(examples)
+        answers = self.transcribe_parts(cast("SpeechEncoder", model), examples, done)
+        return [" ".join(self.tokenizer.decode(part.tokens) for part in parts) for parts in answers]
+
+    def answer(self, model: nn.Module, examples: Sequence[Recording]) -> list[str]:
+        """Returns the text; a model that can decline says for each part how sure it is: "four (98%), two (95%)"."""
+        encoder = cast("SpeechEncoder", model)
+        answers = self.transcribe_parts(encoder, examples)
+        return [self.describe_answer(encoder, *pair) for pair in zip(examples, answers, strict=True)]
+
+    def describe_answer(self, model: SpeechEncoder, example: Recording, parts: list[RecordingPart]) -> str:
+        """Returns the text of `foci run` for one recording."""
+        if self.rejection is None:
+            return " ".join(self.tokenizer.decode(part.tokens) for part in parts)
+        return ", ".join(str(self.judge(model, self.frames(example, part=part), tokens)) for part, tokens in parts)
+
+    def judge(self, model: SpeechEncoder, frames: Tensor, tokens: list[int]) -> ClassPrediction:
+        """Computes the probability of an answer among all words, and whether the frames (F, M) are none of them."""
+        assert self.rejection is not None
+        frames = frames.to(next(model.parameters()).device)
+        out = model(frames[None])
+        declined = bool(self.rejection.declines(summarize_recording(frames, out.states[0])[None]))
+        words = [[token] for token in range(self.tokenizer.vocabulary) if self.tokenizer.decode([token]).isalnum()]
+        candidates = [tokens, *(word for word in words if word != tokens)]
+        ctc = None if out.ctc is None else out.ctc[0].float().log_softmax(-1)
+        probabilities = self.rescore(model, frames, ctc, candidates).softmax(0)
+        return ClassPrediction(self.tokenizer.decode(tokens), float(probabilities[0]), declined)
+
+    def transcribe_parts(
+        self, model: SpeechEncoder, examples: Sequence[Recording], done: ProgressCallback = ignore_progress
+    ) -> list[list[RecordingPart]]:
+        """Answers each recording as a whole, or each of its parts between pauses."""
+        answers: list[list[RecordingPart]] = [[] for _ in examples]
         for group in group_by_size([self.size(each) for each in examples], DECODE_FRAMES):
-            frames = [self.frames(examples[index]) for index in group]
-            tokens = self.transcribe(cast("SpeechEncoder", model), frames)
+            tokens = self.transcribe(model, [self.frames(examples[index]) for index in group])
             for index, row in zip(group, tokens, strict=True):
-                answers[index] = self.tokenizer.decode(row)
-                if parts := self.find_unanswered_parts(examples[index], answers[index]):
-                    spoken = [self.frames(examples[index], part=part) for part in parts]
-                    words = self.transcribe(cast("SpeechEncoder", model), spoken)
-                    answers[index] = " ".join(map(self.tokenizer.decode, words))
+                answers[index] = [RecordingPart(slice(None), row)]
+                if parts := self.find_unanswered_parts(examples[index], self.tokenizer.decode(row)):
+                    spoken = self.transcribe(model, [self.frames(examples[index], part=part) for part in parts])
+                    answers[index] = list(map(RecordingPart, parts, spoken))
             done(len(group))
         return answers
 
@@ -271,20 +320,25 @@ class Speech(Task[Recording, str]):
         """Drops candidates below `min_tokens` if others remain: CTC is often overconfident that nothing is said."""
         return [each for each in candidates if len(each) >= self.settings.min_tokens] or candidates
 
-    def rescore(self, model: SpeechEncoder, frames: Tensor, ctc: Tensor, candidates: list[list[int]]) -> Tensor:
+    def rescore(self, model: SpeechEncoder, frames: Tensor, ctc: Tensor | None, candidates: list[list[int]]) -> Tensor:
         """Computes the weighted log-likelihood of each candidate by CTC (S, V) and the decoder, in nats."""
         device = frames.device
         inputs, _ = pad_sequences([[START, *row] for row in candidates], PAD)
         targets, counts = pad_sequences([[*row, STOP] for row in candidates], PAD)
         inputs, targets, counts = inputs.to(device), targets.to(device), counts.to(device)
-        memory = model.encode(frames[None]).select_rows(torch.zeros(len(candidates), dtype=torch.long, device=device))
-        logits = model.decode(inputs, memory).logits
-        assert logits is not None
-        decoder_loss = F.cross_entropy(logits.float().mT, targets, ignore_index=PAD, reduction="none").sum(1)
-        repeated = ctc[:, None].expand(-1, len(candidates), -1)
-        states = torch.full((len(candidates),), len(ctc), device=device)
-        ctc_loss = F.ctc_loss(repeated, targets, states, counts - 1, BLANK, reduction="none")
-        return -(self.settings.ctc * ctc_loss + (1.0 - self.settings.ctc) * decoder_loss)
+        likelihood = torch.zeros(len(candidates), device=device)
+        if model.decoder is not None:
+            rows = torch.zeros(len(candidates), dtype=torch.long, device=device)
+            logits = model.decode(inputs, model.encode(frames[None]).select_rows(rows)).logits
+            assert logits is not None
+            loss = F.cross_entropy(logits.float().mT, targets, ignore_index=PAD, reduction="none").sum(1)
+            likelihood = likelihood - (1.0 - self.settings.ctc) * loss
+        if ctc is not None:
+            repeated = ctc[:, None].expand(-1, len(candidates), -1)
+            states = torch.full((len(candidates),), len(ctc), device=device)
+            loss = F.ctc_loss(repeated, targets, states, counts - 1, BLANK, reduction="none")
+            likelihood = likelihood - self.settings.ctc * loss
+        return likelihood
 
     def score(self, answers: Sequence[str], examples: Sequence[Recording]) -> dict[str, float | str]:
         """Computes word and character error rate, and exact matches, in percent."""
@@ -308,12 +362,11 @@ class Speech(Task[Recording, str]):
         """
         encoder = cast("SpeechEncoder", model)
         device = next(model.parameters()).device
-        parts = [slice(None)]
         with torch.no_grad():
-            tokens = self.transcribe(encoder, [self.frames(example)])
-            if several := self.find_unanswered_parts(example, self.tokenizer.decode(tokens[0])):
-                parts = several
-                tokens = self.transcribe(encoder, [self.frames(example, part=part) for part in parts])
+            (answered,) = self.transcribe_parts(encoder, [example])
+            answer = self.describe_answer(encoder, example, answered)
+            parts, tokens = [part.samples for part in answered], [part.tokens for part in answered]
+            several = len(parts) > 1
             frames, lengths = pad_sequences([self.frames(example, part=part) for part in parts], multiple=1)
             target, _ = pad_sequences([[START, *row] for row in tokens], PAD, multiple=1)
             out = encoder(
@@ -330,7 +383,6 @@ class Speech(Task[Recording, str]):
             "heard": join_labels([self.tokenizer.labels([*row, STOP]) for row in tokens]),
         }
         # The queries of cross-attention are labelled with the token that is generated there.
-        answer = " ".join(map(self.tokenizer.decode, tokens))
         record = build_task_record(model, out.weights, labels, answer, cross_queries="heard")
         if several:
             note = f"the recording has {len(parts)} parts with pauses between them"

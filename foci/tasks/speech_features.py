@@ -5,6 +5,7 @@ F frames, M numbers per frame.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,19 @@ def compute_features(recording: Tensor, settings: SpeechSettings) -> Tensor:
         frames = log_mel(recording, settings.rate, bands=settings.bands, hop=settings.hop)
     frames = frames - (frames.mean() if settings.colour else frames.mean(0))
     return add_deltas(frames) if settings.deltas else frames
+
+
+def summarize_recording(frames: Tensor, states: Tensor) -> Tensor:
+    """Summarizes frames (F, M) and the states (S, W) of the encoder, for `foci.tasks.rejection`: (4 M + 2 W + 1,).
+
+    >>> summarize_recording(torch.randn(20, 48), torch.randn(5, 128)).shape
+    torch.Size([449])
+    """
+    change = frames.diff(dim=0).abs() if len(frames) > 1 else torch.zeros_like(frames)
+    spread = frames.std(0, correction=0)
+    length = torch.tensor([math.log(len(frames))], device=frames.device)
+    parts = [states.mean(0), states.amax(0), frames.mean(0), spread, change.mean(0), frames.amax(0), length]
+    return torch.cat([part.float() for part in parts])
 
 
 def augment_features(recording: Tensor, settings: SpeechSettings, generator: torch.Generator) -> Tensor:

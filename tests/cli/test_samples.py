@@ -30,7 +30,7 @@ def test_the_tables_are_valid_data(folder: Path) -> None:
 def test_the_picture_and_the_sound_are_recognized(folder: Path) -> None:
     pytest.importorskip("PIL")
     assert str(foci.pretrained("vision")(str(folder / "shirt.png"))).startswith("t-shirt (9")
-    assert foci.pretrained("speech")(str(folder / "seven.wav")) == "seven"
+    assert foci.pretrained("speech")(str(folder / "seven.wav")).startswith("seven (9")
 
 
 def test_existing_files_are_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
