@@ -43,4 +43,4 @@ def format_default(value: Any) -> str:
     """A default as --set accepts it; "-" for None, which another setting decides, mostly the size."""
     if value is None:
         return "-"
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) and value else json.dumps(value)

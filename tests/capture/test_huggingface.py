@@ -91,7 +91,8 @@ def implementations(model: nn.Module) -> list[str]:
     return [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# The windows of Swin, which eager code returns one by one, are put back on the image: see test_vision_models.py.
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "swin"])
 def test_statistics_equal_those_of_eager_matrices(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, inputs = made(architecture), architecture.inputs()

@@ -218,7 +218,8 @@ def test_an_image_is_recorded(client: Any, tmp_path: Path) -> None:
     state = finished(client, sent)
     assert state["error"] is None
     header, _ = decode_payload(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
-    assert [labels["grid"] for labels in header["labels"]] == [[4, 4]]
+    grids = [(part["rows"], part["columns"]) for part in header["labels"][0]["images"][0][0]["segments"]]
+    assert grids == [(4, 4)]
     assert header["layers"][0]["Tk"] == 17
 
 

@@ -27,9 +27,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(config(data, *CHANGES), folder / "whole", quiet=True)
     save = checkpoint.save_checkpoint
 
-    def dying(folder: Path, tensors: Any, state: State, processes: Any) -> None:
+    def dying(folder: Path, tensors: Any, state: State, *others: Any) -> None:
         assert state.step < 20, "the run dies"
-        save(folder, tensors, state, processes)
+        save(folder, tensors, state, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "save_checkpoint", dying)

@@ -197,9 +197,9 @@ def test_best_models_of_a_checkpoint_stay_until_the_next_one(
     folder, often = tmp_path / "r", ("train.evaluate_every=4", "train.checkpoint_every=10", "train.average=2")
     save = checkpoint.save_checkpoint
 
-    def dying(folder: Path, tensors: Any, state: State, processes: Any) -> None:
+    def dying(folder: Path, tensors: Any, state: State, *others: Any) -> None:
         assert state.step < 20, "the run dies before its second checkpoint"
-        save(folder, tensors, state, processes)
+        save(folder, tensors, state, *others)
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", dying)
     with pytest.raises(AssertionError, match="dies"):

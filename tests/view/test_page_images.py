@@ -72,11 +72,11 @@ def test_the_page_asks_for_a_step_and_for_all_heads() -> None:
     record = records.denoising()
     asked = {"layer": "0", "seq": "0", "head": "1", "query": "2"}
     row = torch.frombuffer(
-        bytearray(answers.answer_row(answers.Question(record, asked | {"step": "2"}))), dtype=torch.float32
+        bytearray(answers.answer_row(answers.Question(record, asked | {"denoising": "2"}))), dtype=torch.float32
     )
     assert row.tolist() == pytest.approx([0.1, 0.1, 0.8])
-    with pytest.raises(ValueError, match=r"step must be an integer from 0 to 3, got '9'"):
-        answers.answer_row(answers.Question(record, asked | {"step": "9"}))
+    with pytest.raises(ValueError, match=r"denoising must be an integer from 0 to 3, got '9'"):
+        answers.answer_row(answers.Question(record, asked | {"denoising": "9"}))
     for one, many in (
         (answers.answer_rows, {"query": "3"}),
         (answers.answer_columns, {"key": "2"}),

@@ -54,7 +54,9 @@ class Question:
         layer = layers[self.number("layer", 0, len(layers) - 1)]
         if "entries" not in layer.available:
             raise ValueError(f"{layer.label} has only statistics, no entries")
-        return layer.at(self.number("step", 0, self.record.steps - 1)) if "step" in self.parameters else layer
+        # Not "step", which is the size of the blocks of a tile.
+        asked = "denoising" in self.parameters
+        return layer.at(self.number("denoising", 0, self.record.steps - 1)) if asked else layer
 
     def heads(self, layer: Layer) -> list[int]:
         """Return the heads of the question; their weights are averaged."""

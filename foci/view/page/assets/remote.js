@@ -92,7 +92,7 @@ export class Remote {
   }
 
   atStep() {
-    return this.step === null ? {} : { step: this.step };
+    return this.step === null ? {} : { denoising: this.step };
   }
 
   arithmetic(one, i, seq, keys) {
