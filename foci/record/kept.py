@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.weights.slices import compute_columns, has_plain_columns
 from foci.weights.summary import Top
 from foci.weights.weights import Weights
 
@@ -87,7 +88,7 @@ class Keep:
         dtype = torch.float16 if weights.tensors.call.q.element_size() == 2 else torch.float32
         with torch.no_grad():
             if self.keys is not None and text.keys:
-                kept["key_weights"] = read_entries(weights, (..., slice(None), as_index(text.keys))).to(dtype)
+                kept["key_weights"] = read_columns(weights, as_index(text.keys)).to(dtype)
             if self.queries is not None and text.queries:
                 kept["query_weights"] = read_entries(weights, (..., as_index(text.queries), slice(None))).to(dtype)
         return kept
@@ -124,6 +125,13 @@ def as_index(numbers: Sequence[int]) -> slice | list[int]:
     """Numbers as a slice if they follow each other, which reads them without copying."""
     first = numbers[0]
     return slice(first, first + len(numbers)) if list(numbers) == [*range(first, first + len(numbers))] else [*numbers]
+
+
+def read_columns(weights: Weights, keys: slice | list[int]) -> Tensor:
+    call = weights.call
+    if isinstance(keys, slice) and has_plain_columns(call, keys.stop - keys.start):
+        return compute_columns(call, weights.tensors.lse, keys)
+    return read_entries(weights, (..., slice(None), keys))
 
 
 def read_entries(weights: Weights, index: Any) -> Tensor:

@@ -77,6 +77,36 @@ def compute_row(call: Call, lse: Tensor, batch: int, head: int, query: int) -> T
     return row
 
 
+def has_plain_columns(call: Call, keys: int) -> bool:
+    """Whether `compute_columns` supports the call: a dot product without a mask, a bias or a gradient, of which `keys`
+    columns are computed in one piece.
+    """
+    return (
+        type(call.score) is Dot
+        and call.score.softcap is None
+        and call.bias is None
+        and call.mask is None
+        and not call.needs_grad
+        and not call.is_transformed
+        and not is_traced(call.q)
+        and count_rows_per_step(call, max(keys, 1), STRIPS_PER_STEP) >= call.q.shape[2]
+    )
+
+
+@disable_autocast
+def compute_columns(call: Call, lse: Tensor, keys: slice) -> Tensor:
+    """The columns of some keys, (B, H, Tq, C), of a call that `has_plain_columns`; in a few operations."""
+    assert isinstance(call.score, Dot)
+    dtype = call.softmax_dtype
+    k = (
+        call.k[:, :, keys].to(dtype).repeat_interleave(call.group, 1)
+        if call.group > 1
+        else call.k[:, :, keys].to(dtype)
+    )
+    factor = call.score.factor(call.q.shape[-1])
+    return (call.q.to(dtype) @ k.mT).mul_(factor).sub_(finite_lse(lse).unsqueeze(-1)).exp_()
+
+
 def count_rows_per_step(call: Call, width: int, strips: int) -> int:
     return max(strip_budget(call)[0] * strips // (call.q.shape[0] * call.q.shape[1] * width), 1)
 
