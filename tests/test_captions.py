@@ -78,6 +78,7 @@ def test_quarters_lie_where_they_are_in_the_picture(captions: ModuleType) -> Non
     assert captions.find_quarter(change.view(14, 14)) == 2
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_saved_and_recorded(captions: ModuleType, items: object, tmp_path: Path) -> None:
     model = captions.train(items, steps=2, batch=2)
     model.half().save(tmp_path / "model.safetensors")

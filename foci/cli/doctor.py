@@ -89,15 +89,18 @@ def write_extras(page: TextPage) -> None:
     if not optional_packages():
         return
     page.heading("optional packages")
+    width = max(7, *map(len, optional_packages()))
     for extra, packages in sorted(optional_packages().items()):
         versions = {package: installed_version(package) for package in packages}
         present = [f"{package} {version}" for package, version in versions.items() if version]
         missing = [package for package, version in versions.items() if not version]
         if present:
-            page.wrapped([f"{extra:<7}", *", ".join(present).split()], hang=8)
+            page.wrapped([f"{extra:<{width}}", *", ".join(present).split()], hang=width + 1)
         if missing:
             adds = ["adds", *", ".join(missing).split()]
-            page.wrapped([" " * 7 if present else f"{extra:<7}", f"pip install 'foci[{extra}]'", *adds], hang=8)
+            page.wrapped(
+                [" " * width if present else f"{extra:<{width}}", f"pip install 'foci[{extra}]'", *adds], hang=width + 1
+            )
 
 
 def write_devices(page: TextPage) -> None:

@@ -29,7 +29,7 @@ def test_refusals_are_listed_with_their_reasons() -> None:
 
 def test_optional_packages_are_those_of_the_installed_package() -> None:
     found = doctor.optional_packages()
-    assert set(found) == {"hf", "tasks", "view"}
+    assert set(found) == {"diffusion", "hf", "notebook", "tasks", "view"}
     assert found["hf"] == ["safetensors", "transformers"]
 
 

@@ -100,6 +100,7 @@ def write_notebook(path: Path, cells: list[str]) -> None:
 
 
 @pytest.mark.browser
+@pytest.mark.slow
 def test_jupyterlab_shows_the_widget_which_python_reads_and_sets(browser: Any, tmp_path: Path) -> None:
     for package in ("anywidget", "jupyterlab"):
         pytest.importorskip(package)
