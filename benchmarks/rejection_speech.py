@@ -1,4 +1,4 @@
-"""Let the pretrained digit model decline what is no digit: fit the network, choose its threshold, store it.
+"""Let the pretrained digit model decline sounds other than digits: fit the network, choose its threshold, store it.
 
     python benchmarks/datasets.py fsdd --data DATA --out plain/fsdd
     python benchmarks/rejection_speech.py --data plain/fsdd --store
