@@ -22,6 +22,8 @@ from foci.runtime.checks import to_numpy
 from foci.weights.summary import Top
 from foci.weights.weights import Weights
 
+# The stack of a mean of cross-attention layers that a task chose as its alignment; views show it first.
+ALIGNMENT_STACK = "alignment"
 COMMON_STATISTICS = ("entropy", "received", "distance", "top", "picture", "grouped")
 WEIGHTS_STATISTICS = frozenset(
     {

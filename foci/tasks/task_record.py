@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from foci.record.labels import Labels
-from foci.record.layer import Layer
+from foci.record.layer import ALIGNMENT_STACK, Layer, join_steps
 from foci.record.record import Record
 from foci.weights.weights import Weights
 
@@ -22,6 +23,7 @@ def build_task_record(
     answer: str | None = None,
     *,
     cross_queries: str = "target",
+    alignment: Sequence[int] = (),
 ) -> Record:
     """Builds a record of weights named L0, encoder.L0, decoder.L0 or cross.L0.
 
@@ -40,6 +42,7 @@ def build_task_record(
         labels: "input" for a model of one stack; "source" and "target" for an encoder-decoder.
         answer: the text that the model answered.
         cross_queries: name of the labels along the queries of cross-attention.
+        alignment: cross-attention layers whose mean is added as the stack "alignment", which views show first.
     """
     layers = {}
     for name, each in weights.items():
@@ -47,4 +50,13 @@ def build_task_record(
         stack = stack.removesuffix(".")
         queries, keys = STACK_LABELS.get(stack, (cross_queries, "source"))
         layers[name] = Layer(name, stack, int(number), queries=queries, keys=keys, weights=each)
-    return Record(layers, dict(labels), model=type(model).__name__, calls=len(layers), answer=answer)
+    calls = len(layers)
+    if alignment:
+        layers[ALIGNMENT_STACK] = average_layers([layers[f"cross.L{number}"] for number in alignment])
+    return Record(layers, dict(labels), model=type(model).__name__, calls=calls, answer=answer)
+
+
+def average_layers(layers: Sequence[Layer]) -> Layer:
+    """The mean of layers of one sequence, head by head, as a layer of its own."""
+    renamed = [replace(layer, name=ALIGNMENT_STACK, stack=ALIGNMENT_STACK, index=0) for layer in layers]
+    return replace(join_steps(dict(enumerate(renamed))), averaged=True)

@@ -74,6 +74,7 @@ class TranslationSettings(TaskSettings):
     beam: int = 4  # beam width
     length_penalty: float = 1.0  # of beam search; 0 prefers short answers
     tokenized: bool = False  # the texts are already tokenized, so BLEU does not tokenize them
+    alignment: tuple[int, ...] = ()  # transformer: cross-attention layers whose mean is the alignment; (): the clearest
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,9 +155,11 @@ class Translation(Task[Pair, str]):
             options = {"norm_first": settings.norm_first, "max_length": settings.max_length + 1}
             kind = EncoderDecoder
         changes = {name: value for name, value in numbers.items() if value is not None}
-        return kind.from_name(
+        model = kind.from_name(
             settings.size or "small", vocabulary=self.tokenizer.vocabulary, shared=True, **options, **changes
         )
+        check_alignment(settings.alignment, model)
+        return model
 
     @property
     def max_size(self) -> int:
@@ -240,7 +243,12 @@ class Translation(Task[Pair, str]):
         tokens_by_name = {"source": source, "target": inputs, "translation": [*answer, STOP]}
         labels_by_name = {name: self.tokenizer.labels(tokens) for name, tokens in tokens_by_name.items()}
         return build_task_record(
-            model, out.weights, labels_by_name, self.tokenizer.decode(answer), cross_queries="translation"
+            model,
+            out.weights,
+            labels_by_name,
+            self.tokenizer.decode(answer),
+            cross_queries="translation",
+            alignment=self.settings.alignment,
         )
 
     def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -264,6 +272,13 @@ class Translation(Task[Pair, str]):
         limit = min(2 * max(map(len, sources)) + 10, self.settings.max_length)
         method = Beam(min(self.settings.beam, self.tokenizer.vocabulary), self.settings.length_penalty)
         return generate(model, sources, new_tokens=limit, method=method, start=START, stop=STOP)
+
+
+def check_alignment(layers: Sequence[int], model: Any) -> None:
+    """Raises ValueError unless the model has cross-attention in these layers."""
+    count = sum("cross.L" in name for name in model.attentions())
+    if not all(0 <= number < count for number in layers):
+        raise ValueError(f"task.alignment must be layers from 0 to {count - 1}, got {tuple(layers)}")
 
 
 def build_bleu(references: Sequence[str], tokenize: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foci.record.labels import CLASS_TOKEN, Labels
-from foci.record.layer import Layer
+from foci.record.layer import ALIGNMENT_STACK, Layer
 from foci.record.record import Record
 from foci.runtime.printable import make_printable
 from foci.view.units import (
@@ -150,8 +150,9 @@ def measure_image_weight(record: Record, layer: Layer, batch: int) -> float:
 
 @torch.no_grad()
 def find_clearest_cross_layer(record: Record, batch: int = 0) -> Layer | None:
-    """Return the cross-attention layer with the clearest alignment of words, or None without cross-attention."""
-    layers = [layer for layer in record.layers.values() if layer.queries != layer.keys]
+    """Return the layer of the alignment: that of the record, else the cross-attention with the clearest words."""
+    layers = [layer for layer in record.layers.values() if layer.stack == ALIGNMENT_STACK]
+    layers = layers or [layer for layer in record.layers.values() if layer.queries != layer.keys]
     return max(layers, key=lambda layer: measure_clarity(record, layer, batch), default=None)
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import foci
 from foci.tasks.model_file import TrainedModel, load_trained_model
 from foci.tasks.parallel_text import Pair
 from foci.tasks.translation import Translation, TranslationSettings
 from foci.training import read_config, train
+from foci.view.selection import select_default_head
 from tests.training.reversal import written
 
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August")
@@ -155,3 +157,22 @@ def test_agreeing_passes_have_the_loss_of_one() -> None:
             losses[dropout, agreement] = float(task.loss(model, task.batch(pair, True, torch.Generator()))[0].detach())
     assert losses[0.0, 40.0] == pytest.approx(losses[0.0, 0.0], rel=1e-5)
     assert losses[0.5, 40.0] > losses[0.5, 1e-9] * 1.001
+
+
+def test_alignment_is_the_mean_of_the_chosen_layers_and_views_show_it_first(tmp_path: Path) -> None:
+    task = Translation.from_examples(TranslationSettings(size="tiny", alignment=(0, 1)), [Pair("a dog", "ein Hund")])
+    model = task.model().eval()
+    record = task.record_attention(model, Pair("a dog", ""))
+    cross = [record[f"cross.L{number}"][0, 1, 0] for number in (0, 1)]
+    expected = (cross[0] + cross[1]) / 2
+    torch.testing.assert_close(record["alignment.L0"][0, 1, 0], expected)
+    assert select_default_head(record).layer.name == "alignment"
+    assert record.calls == len(record.layers) - 1
+    record.save(tmp_path / "record.foci")
+    torch.testing.assert_close(foci.load(tmp_path / "record.foci")["alignment.L0"][0, 1, 0], expected)
+
+
+def test_alignment_of_a_missing_layer_is_refused() -> None:
+    task = Translation.from_examples(TranslationSettings(size="tiny", alignment=(7,)), [Pair("a dog", "ein Hund")])
+    with pytest.raises(ValueError, match=r"task.alignment must be layers from 0 to 1, got \(7,\)"):
+        task.model()
