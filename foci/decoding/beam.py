@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from foci.decoding.step_c import rank_tokens
 from foci.decoding.steps import CachedSteps
 from foci.decoding.stopping import Answer, StopConditions
 
@@ -61,11 +62,13 @@ class Hypotheses:
 
     def extend(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest continuations: tokens, places of their parent hypotheses, log-probabilities; (B, K) each."""
-        batch, width, vocabulary = len(self.scores), self.method.width, logits.shape[-1]
-        logs = logits.float().log_softmax(-1).view(batch, -1, vocabulary)
-        scores, index = (self.scores.unsqueeze(-1) + logs).flatten(1).topk(width, dim=-1)
+        batch, width = len(self.scores), self.method.width
+        # The K best of a prompt are among the K best of its hypotheses.
+        logs, tokens = rank_tokens(logits, width)
+        scores, index = (self.scores.unsqueeze(-1) + logs.view(batch, -1, width)).flatten(1).topk(width, dim=-1)
         free = torch.arange(width, device=scores.device) < width - self.finished
-        return index % vocabulary, index // vocabulary, torch.where(free, scores, -torch.inf)
+        tokens = tokens.view(batch, -1).gather(1, index)
+        return tokens, index // width, torch.where(free, scores, -torch.inf)
 
     def record_step(self, tokens: Tensor, parents: Tensor, scores: Tensor, ends: Tensor) -> None:
         """Record a step: rank and remove the hypotheses that end, keep the others active."""
@@ -124,7 +127,7 @@ def search_beam(
     hypotheses = Hypotheses.start(method, limit, logits)
     first_rows = torch.arange(len(logits), device=logits.device).unsqueeze(-1) * method.width
     detector = StopDetector(conditions, first_rows.numel() * method.width)
-    steps.repeat_rows(method.width)
+    steps.select_rows(torch.arange(len(logits), device=logits.device).repeat_interleave(method.width))
     while True:
         tokens, parents, scores = hypotheses.extend(logits)
         index = (first_rows + parents).flatten()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foci.decoding.step_c import rank_tokens
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -50,6 +52,9 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (B, V) -> tokens (B,) and their log-probabilities (B,) under the unmodified logits."""
+        if self.method.temperature == 0.0 and self.method.repetition == 1.0:
+            scores, tokens = rank_tokens(logits, 1)
+            return tokens.squeeze(1), scores.squeeze(1)
         logits = logits.float()
         tokens = self._draw(self._penalize_repetition(logits))
         if self.seen is not None:

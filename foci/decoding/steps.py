@@ -41,9 +41,8 @@ class CachedSteps:
         """Append one token (B,) to each sequence; returns the logits (B, V) of the next."""
         return compute_next_logits(self.model, tokens[:, None], None, self.memory, self.caches)
 
-    def repeat_rows(self, times: int) -> None:
-        """Repeat each row of the batch `times` times; copies of a row are adjacent."""
-        index = torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(times)
+    def select_rows(self, index: Tensor) -> None:
+        """Replace the rows of the batch by the rows `index`, of any number."""
         if self.memory is not None:
             self.memory = self.memory.select_rows(index)
         self.caches.reorder(index)
@@ -70,8 +69,7 @@ class UncachedSteps(CachedSteps):
             self.real = torch.cat([self.real, torch.ones_like(self.real[:, :1])], dim=1)
         return self.prefill()
 
-    def repeat_rows(self, times: int) -> None:
-        index = torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(times)
+    def select_rows(self, index: Tensor) -> None:
         if self.memory is not None:
             self.memory = self.memory.select_rows(index)
         self.reorder(index)

@@ -132,13 +132,15 @@ class FeedForward(nn.Module):
         self.outer = nn.Linear(config.hidden_width, config.width, bias=config.biases)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        if self.gated:
-            gate, x = x.chunk(2, dim=-1)
-            x = self.activation(gate) * x
-        else:
-            x = self.activation(x)
+        x = self.activate(self.inner(x))
         return self.outer(F.dropout(x, self.dropout, self.training))  # type: ignore[no-any-return]
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The activation of the output of the first layer."""
+        if not self.gated:
+            return self.activation(x)
+        gate, x = x.chunk(2, dim=-1)
+        return self.activation(gate) * x
 
 
 def build_norm(config: BlockConfig) -> nn.Module:

@@ -79,6 +79,24 @@ static inline float sum_lanes(floats x)
 #endif
 }
 
+/* The sums of the lanes of four vectors. */
+static inline void sum_lanes_of_four(const floats *x, float *sums)
+{
+#if defined(__AVX__)
+    __m256 half[4];
+    for (int i = 0; i < 4; i++)
+#if defined(__AVX512F__)
+        half[i] = _mm256_add_ps(_mm512_castps512_ps256((__m512)x[i]), _mm512_extractf32x8_ps((__m512)x[i], 1));
+#else
+        half[i] = (__m256)x[i];
+#endif
+    __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+    for (int i = 0; i < 4; i++) sums[i] = sum_lanes(x[i]);
+#endif
+}
+
 /* 2^x = scale (1 + rest): scale is 2 to the nearest integer, a polynomial gives the rest. */
 static inline void split_power(floats x, floats *scale, floats *rest)
 {
