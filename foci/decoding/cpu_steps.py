@@ -203,6 +203,8 @@ def why_refused(model: nn.Module, prepared: PreparedPrompt) -> str | None:
     parameters = (*decoder.parameters(), *decoder.buffers())
     if any(type(each) not in (Tensor, nn.Parameter) or not is_float32_on_cpu(each) for each in parameters):
         return "the weights must be float32 on a CPU"
+    if any(not each.is_contiguous() for each in (decoder.embedding.tokens.weight, *decoder.head.parameters())):
+        return "the embedding and the head must be contiguous"
     if torch.is_autocast_enabled("cpu"):
         return "autocast must be off"
     # Checked last: it may compile the library, which takes seconds.
