@@ -101,7 +101,8 @@ def read_model_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[
         )
     if header.get("checksum") != checksum_tensors(tensors):
         raise ValueError(f"{os.fspath(path)} is damaged: its tensors do not match the saved checksum")
-    return header, tensors
+    # Copies, because safetensors returns views of the file, and the file may change.
+    return header, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def build_saved_model(base: type[Model], header: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
@@ -148,10 +149,9 @@ def check_computed_tables(outline: nn.Module, tensors: dict[str, Tensor]) -> Non
 
 
 def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy tensors into a model; names and shapes must match exactly."""
+    """Make tensors those of a model; names and shapes must match exactly."""
     for name, tensor in match_tensors(model, tensors).items():
-        # A copy, because safetensors returns a view of the file, and the file may change.
-        tensor.data = tensors[name].clone()
+        tensor.data = tensors[name]
 
 
 def match_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

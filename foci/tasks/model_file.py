@@ -192,7 +192,7 @@ def encode_for_storage(name: str, tensor: Tensor, storage: Storage) -> Iterator[
 
 
 def decode_from_storage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Reverses `encode_for_storage`, to float32."""
+    """Reverses `encode_for_storage`, to float32; the results share no memory with the file."""
     result = {}
     for name, tensor in tensors.items():
         if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in tensors:
@@ -200,8 +200,12 @@ def decode_from_storage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         scale = tensors.get(name + SCALE_SUFFIX)
         if scale is not None:
             check_scale(name, tensor, scale)
-        value = tensor.float() if tensor.is_floating_point() or tensor.dtype == torch.int8 else tensor
-        result[name] = value if scale is None else value * scale.view(-1, *[1] * (value.dim() - 1))
+            # One pass: a product of int8 and float32 is float32.
+            result[name] = tensor * scale.float().view(-1, *[1] * (tensor.dim() - 1))
+        elif tensor.is_floating_point() or tensor.dtype == torch.int8:
+            result[name] = tensor.to(torch.float32, copy=True)
+        else:
+            result[name] = tensor.clone()
     return result
 
 
