@@ -21,7 +21,3 @@ host_copy: copies statistics to the host in the background.
 look: runs a model on a text and records it.
 model_loading: finds and loads the model that `look` runs.
 """
-
-from foci.capture.watch import watch
-
-__all__ = ["watch"]
