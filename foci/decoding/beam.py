@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from foci.decoding.cpu_steps import CpuSteps
 from foci.decoding.step_c import rank_tokens
 from foci.decoding.steps import CachedSteps
 from foci.decoding.stopping import Answer, StopConditions
@@ -60,14 +61,20 @@ class Hypotheses:
         finished = torch.zeros(batch, 1, dtype=torch.long, device=device)
         return cls(method, limit, torch.zeros(batch, 1, device=device), best_ranks, finished)
 
-    def extend(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The likeliest continuations: tokens, places of their parent hypotheses, log-probabilities; (B, K) each."""
+    def extend(self, logits: Tensor, prompts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest continuations: tokens, places of their parent hypotheses, log-probabilities; (B, K) each.
+
+        The logits are those of the hypotheses of `prompts`; None: of all. The others have ended.
+        """
         batch, width = len(self.scores), self.method.width
         # The K best of a prompt are among the K best of its hypotheses.
-        logs, tokens = rank_tokens(logits, width)
-        scores, index = (self.scores.unsqueeze(-1) + logs.view(batch, -1, width)).flatten(1).topk(width, dim=-1)
+        logs, tokens = (each.view(-1, self.scores.shape[1], width) for each in rank_tokens(logits, width))
+        if prompts is not None and len(prompts) < batch:
+            logs = logs.new_full((batch, *logs.shape[1:]), -torch.inf).index_copy(0, prompts, logs)
+            tokens = tokens.new_zeros(batch, *tokens.shape[1:]).index_copy(0, prompts, tokens)
+        scores, index = (self.scores.unsqueeze(-1) + logs).flatten(1).topk(width, dim=-1)
         free = torch.arange(width, device=scores.device) < width - self.finished
-        tokens = tokens.view(batch, -1).gather(1, index)
+        tokens = tokens.flatten(1).gather(1, index)
         return tokens, index // width, torch.where(free, scores, -torch.inf)
 
     def record_step(self, tokens: Tensor, parents: Tensor, scores: Tensor, ends: Tensor) -> None:
@@ -128,14 +135,22 @@ def search_beam(
     first_rows = torch.arange(len(logits), device=logits.device).unsqueeze(-1) * method.width
     detector = StopDetector(conditions, first_rows.numel() * method.width)
     steps.select_rows(torch.arange(len(logits), device=logits.device).repeat_interleave(method.width))
+    # The prompts that the steps still compute; None: those of a graph or of a cache that is expensive to change, all.
+    prompts = torch.arange(len(logits)) if isinstance(steps, CpuSteps) else None
     while True:
-        tokens, parents, scores = hypotheses.extend(logits)
+        tokens, parents, scores = hypotheses.extend(logits, prompts)
         index = (first_rows + parents).flatten()
         hypotheses.record_step(tokens, parents, scores, detector.find_ends(tokens, index))
         count = len(hypotheses.history)
         if count == limit or (count % check_every == 0 and not bool((hypotheses.scores > -torch.inf).any())):
             return hypotheses.answers(conditions)
-        steps.reorder(index)
+        if prompts is not None:
+            before, prompts = prompts, (hypotheses.scores > -torch.inf).any(-1).nonzero().squeeze(1)
+            places = torch.searchsorted(before, prompts)
+            tokens, index = tokens[prompts], (places[:, None] * method.width + parents[prompts]).flatten()
+            steps.select_rows(index)
+        else:
+            steps.reorder(index)
         logits = steps.advance(tokens.flatten())
 
 

@@ -70,13 +70,13 @@ class CpuSteps(CachedSteps):
         return self.head(x if self.decoder.norm is None else self.decoder.norm(x))
 
     def select_rows(self, index: Tensor) -> None:
-        self.rows = torch.arange(len(index))
-        self.reorder(index)
-
-    def reorder(self, index: Tensor) -> None:
+        self.rows = self.rows[: len(index)] if len(index) <= len(self.rows) else torch.arange(len(index))
         self.key_rows, self.memory_rows = self.key_rows.index_select(1, index), self.memory_rows[index]
         self.memory_lengths = None if self.memory_lengths is None else self.memory_lengths[index]
         self.left_padding = None if self.left_padding is None else self.left_padding[index]
+
+    def reorder(self, index: Tensor) -> None:
+        self.select_rows(index)
 
     def _new_caches(self) -> None:
         return None

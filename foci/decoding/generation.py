@@ -80,7 +80,7 @@ def generate(
         if isinstance(method, Beam):
             return search_beam(steps, method, conditions, new_tokens, check_every)
         batch = AnswerBatch(len(prepared.tokens), conditions)
-        sampled = sample_steps(steps, Sampler(method, prepared.tokens, prepared.real), new_tokens)
+        sampled = sample_steps(steps, Sampler(method, prepared.tokens, prepared.real), new_tokens, batch)
         for tokens, scores in move_groups_to_host(sampled, check_every):
             for column in zip(tokens, scores, strict=True):
                 batch.add(*column)
@@ -133,7 +133,7 @@ def stream_tokens(
         check_total_length(model, prepared, new_tokens)
         steps = choose_steps(model, prepared, new_tokens, True, capture, compiled)
         batch = AnswerBatch(len(prepared.tokens), conditions)
-        sampled = sample_steps(steps, Sampler(method, prepared.tokens, prepared.real), new_tokens)
+        sampled = sample_steps(steps, Sampler(method, prepared.tokens, prepared.real), new_tokens, batch)
         for tokens, scores in move_groups_to_host(sampled, 1):
             added = batch.add(tokens[0], scores[0])
             if any(token is not None for token in added):
@@ -142,14 +142,23 @@ def stream_tokens(
                 return
 
 
-def sample_steps(steps: CachedSteps, sampler: Sampler, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tokens (B,) of each step and their log-probabilities (B,), on the model's device."""
+def sample_steps(
+    steps: CachedSteps, sampler: Sampler, limit: int, batch: AnswerBatch
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tokens of each step and their log-probabilities, both for `batch.rows`, on the model's device."""
     logits = steps.prefill()
+    # Random numbers are drawn for the whole batch, so that an answer does not depend on the length of others.
+    can_drop = isinstance(steps, CpuSteps) and sampler.is_greedy
     for number in range(limit):
         tokens, scores = sampler(logits)
         yield tokens, scores
-        if number + 1 < limit:
-            logits = steps.advance(tokens)
+        if number + 1 == limit:
+            return
+        if can_drop and len(places := batch.drop_ended()) < len(tokens):
+            index = torch.tensor(places)
+            steps.select_rows(index)
+            tokens = tokens[index]
+        logits = steps.advance(tokens)
 
 
 def move_groups_to_host(

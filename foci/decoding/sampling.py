@@ -50,9 +50,14 @@ class Sampler:
         if method.seed is not None:
             self.generator = torch.Generator(tokens.device).manual_seed(method.seed)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it chooses the likeliest token whatever the earlier ones were."""
+        return self.method.temperature == 0.0 and self.method.repetition == 1.0
+
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (B, V) -> tokens (B,) and their log-probabilities (B,) under the unmodified logits."""
-        if self.method.temperature == 0.0 and self.method.repetition == 1.0:
+        if self.is_greedy:
             scores, tokens = rank_tokens(logits, 1)
             return tokens.squeeze(1), scores.squeeze(1)
         logits = logits.float()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from foci.nn.attention import Attention
 from foci.runtime import native
 
-# Minimum products per thread: less work does not pay for starting threads.
-PRODUCTS_PER_THREAD = 2**16
+# Minimum products per thread, some tens of microseconds: threads wait for each other after every product, and for much
+# longer than that on a machine that runs other work.
+PRODUCTS_PER_THREAD = 2**18
 
 
 class LinearStruct(ctypes.Structure):

@@ -73,10 +73,20 @@ class AnswerBatch:
         self.conditions = conditions
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.scores, self.stopped = [0.0] * count, [False] * count
+        self.rows = list(range(count))  # the answers that the steps still compute, in the order of their rows
 
     def add(self, tokens: list[int], scores: list[float]) -> list[int | None]:
-        """Add one token to each answer; returns the tokens added, None for answers that have ended."""
-        return [self._add_token(row, token, scores[row]) for row, token in enumerate(tokens)]
+        """Add one token to each answer of `rows`; returns the tokens added, None for answers that have ended."""
+        added: list[int | None] = [None] * len(self.tokens)
+        for row, token, score in zip(self.rows, tokens, scores, strict=True):
+            added[row] = self._add_token(row, token, score)
+        return added
+
+    def drop_ended(self) -> list[int]:
+        """Drop the answers that have ended from `rows`; returns the places of those that stay."""
+        places = [place for place, row in enumerate(self.rows) if not self.stopped[row]]
+        self.rows = [self.rows[place] for place in places]
+        return places
 
     def _add_token(self, row: int, token: int, score: float) -> int | None:
         if self.stopped[row]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import foci
 import foci.nn
@@ -28,7 +28,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "linear head": {"head": "linear", "head_bias": True, "scale_embedding": True, "embedding_norm": True},
 }
 KINDS = (*DECODERS, "encoder-decoder", "post-norm")
-METHODS = {"greedy": Sampling(0.0), "beam": Beam(3, best=2), "sampling": Sampling(0.9, seed=3)}
+METHODS: dict[str, Sampling | Beam] = {
+    "greedy": Sampling(0.0),
+    "beam": Beam(3, best=2),
+    "sampling": Sampling(0.9, seed=3),
+}
 
 pytestmark = pytest.mark.skipif(native.why_unavailable("decoding") is not None, reason="needs a C compiler")
 
@@ -88,6 +92,35 @@ def test_steps_in_c_transcribe_speech_of_unequal_length(method: str) -> None:
     options: dict[str, Any] = {"start": START, "new_tokens": 8, "method": METHODS[method]}
     expected = summarize(foci.generate(model, frames, cache=False, **options))
     assert summarize(foci.generate(model, frames, **options)) == expected
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_answers_that_have_ended_are_not_computed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("swiglu")
+    counts: list[int] = []
+    whole = foci.generate(model, PROMPTS, new_tokens=12, method=METHODS[method])
+    stop = [answer.tokens[number] for number, answer in enumerate(whole, start=2)]
+    expected = foci.generate(model, PROMPTS, new_tokens=12, method=METHODS[method], stop=stop, cache=False)
+    advance = CpuSteps.advance
+
+    def count_rows(steps: CpuSteps, tokens: Tensor) -> Tensor:
+        counts.append(len(tokens))
+        return advance(steps, tokens)
+
+    monkeypatch.setattr(CpuSteps, "advance", count_rows)
+    answers = foci.generate(model, PROMPTS, new_tokens=12, method=METHODS[method], stop=stop)
+    assert summarize(answers) == summarize(expected)
+    assert counts == sorted(counts, reverse=True)
+    assert len(set(counts)) > 1
+
+
+def test_streamed_answers_that_have_ended_are_none() -> None:
+    model = build_model("swiglu")
+    stop = foci.generate(model, PROMPTS, new_tokens=12)[1].tokens[2]
+    answers = foci.generate(model, PROMPTS, new_tokens=12, stop=stop)
+    columns = list(foci.decoding.stream(model, PROMPTS, new_tokens=12, stop=stop))
+    rows = [[token for token in row if token is not None] for row in zip(*columns, strict=True)]
+    assert rows == [answer.tokens for answer in answers]
 
 
 def test_a_start_of_several_tokens() -> None:
