@@ -30,6 +30,7 @@ from translation_pairs import PairSource
 
 from foci.inputs.padding import group_by_size
 from foci.inputs.text import PAD
+from foci.nn.transformer import EncoderDecoder
 from foci.tasks.model_file import load_trained_model, save_trained_model
 from foci.tasks.parallel_text import Pair, read_pairs
 from foci.tasks.translation import Translation
@@ -47,6 +48,8 @@ def main() -> None:
     task, model, about = load_trained_model(options.start)
     if not isinstance(task, Translation):
         raise ValueError(f"start must be a translator, got a model for {task.name}")
+    if options.encoder_layers:
+        model = grow_encoder(model, options.encoder_layers)
     source = PairSource(options.data, options.reverse)
     dev = [source.reverse_if_asked(pair) for pair in read_pairs([options.data / "tatoeba_en_de" / "dev.tsv.xz"])]
     task.settings = replace(task.settings, agreement=0.0)
@@ -61,7 +64,7 @@ def main() -> None:
         training.round += 1
         training.log({"round": training.round, "dev_loss": training.evaluate(dev)})
         training.save()
-    settings = {name: getattr(options, name) for name in ("seed", "rate", "dropout")}
+    settings = {name: getattr(options, name) for name in ("seed", "rate", "dropout", "encoder_layers")}
     training.finish(about | {"continued": settings | {"pairs": training.pairs_seen, "torch": torch.__version__}})
 
 
@@ -74,8 +77,33 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=4e-4)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--encoder-layers", type=int, help="insert layers into the encoder until it has this many")
     parser.add_argument("--reverse", action="store_true", help="train German to English")
     return parser.parse_args()
+
+
+def grow_encoder(model: EncoderDecoder, layers: int) -> EncoderDecoder:
+    """Return a model with more encoder layers that computes the same.
+
+    Every new layer is a copy of the one before it, whose attention and feed-forward network add nothing yet.
+    """
+    old = model.config.encoder.layers
+    if not old <= layers <= 2 * old:
+        raise ValueError(f"encoder-layers must be between {old} and {2 * old}, got {layers}")
+    # The layer of the old model that each new one is made from: 0 1 1 2 3 3 from four.
+    origins = sorted([*range(old), *range(old - 1, -1, -2), *range(old - 2, -1, -2)][:layers])
+    larger = EncoderDecoder(model.config.replace(encoder=model.config.encoder.replace(layers=layers)))
+    larger.decoder.load_state_dict(model.decoder.state_dict())
+    blocks = {f"blocks.{i}": f"blocks.{origin}" for i, origin in enumerate(origins)}
+    state = {name: value for name, value in model.encoder.state_dict().items() if not name.startswith("blocks.")}
+    for name, block in larger.encoder.blocks.named_children():
+        block.load_state_dict(model.encoder.get_submodule(blocks[f"blocks.{name}"]).state_dict())
+        if int(name) and origins[int(name)] == origins[int(name) - 1]:
+            for last in (block.attention.output, block.feed_forward.outer):
+                nn.init.zeros_(last.weight)
+                nn.init.zeros_(last.bias)
+    larger.encoder.load_state_dict(state, strict=False)
+    return larger
 
 
 def make_batches(task: Translation, pairs: Sequence[Pair], rng: random.Random) -> Iterator[list[Pair]]:
