@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,9 +47,7 @@ class Input(NamedTuple):
 
     @property
     def lengths(self) -> set[int]:
-        """The sequence lengths that it may have: (..., T, D), and for images (B, D, h, w) or (B, h, w, D)."""
-        is_image = len(self.shape) == 4
-        return {self.shape[-2]} | ({math.prod(self.shape[2:]), math.prod(self.shape[1:3])} if is_image else set())
+        return find_lengths(self.shape)
 
 
 # Where a module was given one sequence, nothing else of it matters.
@@ -84,6 +83,8 @@ class ModuleInputs:
     def _make_hook(
         self, name: str, parameters: dict[str, int], block: ExitStack, recorder: Recorder
     ) -> Callable[..., None]:
+        has_key_parameter = any(KEY_PARAMETER.fullmatch(each) for each in parameters)
+
         def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if get_ident() != recorder.thread:
                 return
@@ -98,7 +99,8 @@ class ModuleInputs:
             self._inputs[name] = [
                 Input(each, address_of(tensors[each]), tuple(tensors[each].shape)) for each in tensors
             ]
-            self._compare_keys(name, tensors)
+            if has_key_parameter:
+                self._compare_keys(name, tensors)
             if has_same_length(self._inputs[name]):
                 if name not in self._leaf_calls:
                     self._watch_leaves(name, module, block, recorder)
@@ -228,7 +230,19 @@ def address_of(tensor: Tensor) -> int:
 
 def has_same_length(inputs: Sequence[Input]) -> bool:
     """Whether another input may be as long as the first."""
-    return any(inputs[0].lengths & each.lengths for each in inputs[1:] if each.address != inputs[0].address)
+    first = inputs[0]
+    return any(may_share_length(first.shape, each.shape) for each in inputs[1:] if each.address != first.address)
+
+
+@lru_cache(1024)
+def may_share_length(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return bool(find_lengths(shape) & find_lengths(other))
+
+
+def find_lengths(shape: tuple[int, ...]) -> set[int]:
+    """The sequence lengths that a tensor may have: (..., T, D), and for images (B, D, h, w) or (B, h, w, D)."""
+    is_image = len(shape) == 4
+    return {shape[-2]} | ({math.prod(shape[2:]), math.prod(shape[1:3])} if is_image else set())
 
 
 def ends_with(key: Tensor, query: Tensor) -> bool:

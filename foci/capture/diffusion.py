@@ -220,12 +220,18 @@ class Denoising:
                 self.text = read_prompt(self.prompts, self.inputs, type(module).__name__)
 
     def select_conditional(self, weights: Weights, values: Tensor) -> tuple[Weights, Tensor]:
-        """The rows of the batch that belong to the prompt."""
-        if not self.is_guided or self.rows is None or weights.shape[0] != self.inputs.batch:
+        """The weights and values of the rows of the batch that belong to the prompt."""
+        rows = self.find_conditional_rows(weights.shape[0])
+        if rows is None:
             return weights, values
-        rows = slice(self.rows, 2 * self.rows)
         selected: Any = weights[rows]
         return selected, values[rows]
+
+    def find_conditional_rows(self, batch: int) -> slice | None:
+        """The rows of a batch that belong to the prompt; None for all of them."""
+        if not self.is_guided or self.rows is None or batch != self.inputs.batch:
+            return None
+        return slice(self.rows, 2 * self.rows)
 
     def find_text(self, is_cross: bool, queries: int, keys: int) -> TextPositions:
         """The queries and keys of a call that are words of the prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -24,9 +25,14 @@ class PendingCopy(NamedTuple):
 
 # Tensors on a GPU wait for others until they have this many bytes: a copy costs as much host time as several launches.
 BATCH_BYTES = 2**22
+# The same for weights on text, of which a denoising step of a large model has some dozens of MiB.
+TEXT_BATCH_BYTES = 2**24
 # The first copies stay in pinned memory. More of it is slow to allocate (a second for a few GiB, in which Python waits)
 # and is taken from all other programs, so later copies only pass through it.
 MAX_PINNED_BYTES = 2**28
+# How many copies may wait to be moved out of pinned memory. Writing to new memory can take longer than the model, which
+# then waits: more copies in flight would need more pinned memory, which is slower still.
+MAX_MOVES = 8
 
 
 class HostCopier:
@@ -50,7 +56,7 @@ class HostCopier:
         self._pending: dict[torch.device, PendingCopy] = {}
         self._collected: dict[torch.device, list[dict[str, Tensor]]] = {}
         self._collected_bytes = self._pinned_bytes = 0
-        self._moves: list[Future[None]] = []
+        self._moves: deque[Future[None]] = deque()
         self._mover: ThreadPoolExecutor | None = None
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -58,10 +64,13 @@ class HostCopier:
         device = next((tensor.device for tensor in tensors.values()), None)
         if device is None or device.type != "cuda":
             return {name: tensor.cpu() for name, tensor in tensors.items()}
-        copies = dict(tensors)
+        copies, nbytes = dict(tensors), sum(tensor.nbytes for tensor in tensors.values())
+        # Batches stay below the limit: PyTorch rounds pinned memory up to a power of two and uses equal sizes again.
+        if self._collected_bytes + nbytes > self.batch_bytes:
+            self.start()
         self._collected.setdefault(device, []).append(copies)
-        self._collected_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        if self._collected_bytes >= self.batch_bytes:
+        self._collected_bytes += nbytes
+        if nbytes >= self.batch_bytes:
             self.start()
         return copies
 
@@ -97,6 +106,8 @@ class HostCopier:
         """Tensors in ordinary memory, to which a thread moves those in pinned memory; PyTorch then uses that again."""
         if self._mover is None:
             self._mover = ThreadPoolExecutor(1, "foci-host-copy")
+        while len(self._moves) >= MAX_MOVES:
+            self._moves.popleft().result()
         targets = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in pinned]
         self._moves.append(self._mover.submit(move_tensors, done, list(pinned), targets))
         return targets

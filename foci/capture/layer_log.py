@@ -186,6 +186,13 @@ class LayerLog:
         self.passes.append(number)
         self.queries, self.keys = self.queries + queries, keys
 
+    def add_columns(self, columns: dict[str, Tensor], like: LayerLog, number: int) -> None:
+        """Adds the weights on text of a call that has the shape of another log's."""
+        self.text, self.shape, self.first_call = like.text, like.shape, like.first_call
+        self.query_numbers, self.query_positions = like.query_numbers, like.query_positions
+        self.queries, self.keys, self.passes = like.queries, like.keys, [number]
+        self._store(**columns)
+
     def select_rows(self, queries: int) -> Sequence[int]:
         """The numbers of the kept queries of a call."""
         numbers = range(queries)

@@ -23,7 +23,7 @@ from foci.backends import run_plain_call_with_lse
 from foci.capture.cross_attention import ModuleInputs
 from foci.capture.diffusion import Denoising
 from foci.capture.generation_steps import CaptureError, count_step_bytes, take_heads
-from foci.capture.host_copy import HostCopier
+from foci.capture.host_copy import TEXT_BATCH_BYTES, HostCopier
 from foci.capture.layer_log import LayerLog
 from foci.capture.naming import LayerName, LayerNames, is_inside, list_modules, strip_compile_wrapper
 from foci.capture.patches import PatchGrid
@@ -36,7 +36,7 @@ from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer, join_steps
 from foci.record.record import Record
 from foci.runtime.interception import HANDLING, get_interceptors
-from foci.runtime.tracing import is_recomputation
+from foci.runtime.tracing import is_inside_torch_func, is_recomputation
 from foci.weights.weights import Weights, format_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("foci.capture")
 HEAD_NAME = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")
+
+# Weights on text are computed from whole rows up to this many entries, 64 MiB in float32.
+MAX_SHORT_ENTRIES = 2**24
 
 LOST_REASON = "its queries or keys were changed in place after the call: pass clones to the call"
 
@@ -135,11 +138,14 @@ class Recorder:
         # The positions of text in labels, which are given once and asked for at every call; by the id of the labels.
         self._text_positions: dict[tuple[int, int], tuple[Labels | None, tuple[int, ...] | None]] = {}
         self.token_ids = TokenIds(tokenizer)
-        self.host_copier = HostCopier()
+        self.host_copier = HostCopier(TEXT_BATCH_BYTES) if keep is not None and keep.keeps_text else HostCopier()
         self.pending = None if keep is None else PendingStatistics(keep, self.host_copier)
         self.layer_logs: dict[str, LayerLog] = {}
         # The logs of a diffusion model by layer and denoising step.
         self.step_logs: dict[str, dict[int, LayerLog]] = {}
+        # Calls in the steps of a diffusion model, by module, number in the pass, queries and keys: the log, batch and heads
+        # of the first one; None if nothing is kept of it.
+        self._known_calls: dict[tuple[str, int, int, int], tuple[LayerLog, tuple[int, int]] | None] = {}
         self.calls = 0
         self.attending_modules: dict[str, None] = {}
         self.applied_ablations: set[str] = set()
@@ -352,6 +358,34 @@ class Recorder:
             self._open_logs[call.name, 1] = self.layer_logs[log.name] = log
         self.plain_calls.clear()
 
+    def repeat_call(self, name: str, q: Tensor, k: Tensor, mask: Any) -> bool:
+        """Records a plain call of a denoiser like that of an earlier step; False for any other call, which is not.
+
+        Only the weights on text are kept, and most of what is found out about a call is the same in every step. The
+        caller runs the model's own call.
+        """
+        if self.denoising is None or self.keep is None or mask is not None or self.ablate or not self.is_counting():
+            return False
+        key = name, self._calls_in_pass[name] + 1, q.shape[-2], k.shape[-2]
+        if key not in self._known_calls or is_inside_torch_func() or self._must_hide_from_dynamo:
+            return False
+        known = self._known_calls[key]
+        if known is None or not self.denoising.is_recorded:
+            self.count_call(name)
+            return True
+        log, batch_and_heads = known
+        size = self.keep.nbytes(*log.shape[:2], *key[2:], log.text)
+        if not is_short_call(q, k, batch_and_heads) or self._kept_bytes + size > self.limit:
+            return False
+        assert log.text is not None
+        self.count_call(name)
+        rows = self.denoising.find_conditional_rows(q.shape[0])
+        computed = self.keep.compute_text_of_plain_call(*((q, k) if rows is None else (q[rows], k[rows])), log.text)
+        step = self._open_step_log(name, log.layer_name, log.heads, self.denoising.step)
+        step.add_columns(computed, log, self._pass_number)
+        self._kept_bytes += step.nbytes
+        return True
+
     def record_call(self, name: str, weights: Weights | ShardedWeights, values: Tensor) -> None:
         """Records one attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
         if is_recomputation():
@@ -367,6 +401,7 @@ class Recorder:
         weights = weights.with_four_axes()
         if values.dim() != 4:
             values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
+        whole_batch = weights.shape[0]
         if self.denoising is not None:
             weights, values = self.denoising.select_conditional(weights, values)
         layer_name, k = self.layer_name_of(name), weights.tensors.call.k
@@ -390,12 +425,20 @@ class Recorder:
         self._check_limit(log, weights, values)
         log.add(weights, k, values, self._pass_number)
         self._kept_bytes += log.nbytes - before
+        keeps_rows = text is None or (self.keep is not None and self.keep.queries and text.queries)
+        if self.denoising is not None and self.heads is None and not keeps_rows:
+            _, heads_of_call, count, length = weights.shape
+            key = name, self._calls_in_pass[name], count, length
+            self._known_calls[key] = log, (whole_batch, heads_of_call)
 
     def keeps_part_of(self, name: str, queries: int, keys: int) -> bool:
         """Whether something of a call is kept: without text there is nothing for `Keep(keys="text")`."""
         if self.keep is None or not self.keep.keeps_text:
             return True
-        return self._keeps_any(self._find_text(self.layer_name_of(name), queries, keys))
+        is_kept = self._keeps_any(self._find_text(self.layer_name_of(name), queries, keys))
+        if not is_kept and self.denoising is not None:
+            self._known_calls[name, self._calls_in_pass[name], queries, keys] = None
+        return is_kept
 
     def _keeps_any(self, text: TextPositions) -> bool:
         assert self.keep is not None
@@ -651,6 +694,17 @@ class Recorder:
         if "Linear" in type(processor).__name__:
             return "it is linear attention, which has no softmax and no weights"
         return "it ran without an attention call that foci recognizes"
+
+
+def is_short_call(q: Tensor, k: Tensor, batch_and_heads: tuple[int, int]) -> bool:
+    """Whether a call has this batch and these heads, and so few entries that its rows are computed as a whole."""
+    return (
+        type(q) is type(k) is Tensor
+        and q.dim() == k.dim() == 4
+        and q.shape[:2] == k.shape[:2] == batch_and_heads
+        and q.shape[:3].numel() * k.shape[2] <= MAX_SHORT_ENTRIES
+        and not torch.is_autocast_enabled(q.device.type)
+    )
 
 
 @cache

@@ -30,7 +30,7 @@ from foci.backends import cpu_c, sdpa
 from foci.call import DEFAULT_SCORE, attention
 from foci.capture.generation_steps import CaptureError
 from foci.masks.kinds import causal
-from foci.runtime.interception import intercept, is_intercepting, without_interception
+from foci.runtime.interception import intercept, is_intercepting, run_original, without_interception
 from foci.runtime.tracing import is_autocast_enabled, is_inside_torch_func, is_recomputation
 from foci.scores import Dot
 from foci.weights.dense_attention import attention_with_matrix
@@ -61,6 +61,8 @@ def record_intercepted_call(
             if out is not None:
                 recorder.foci_calls += function is attention
                 return out
+            if function is not attention and recorder.repeat_call(name, plain[0], plain[1], plain[3]):
+                return run_original(function, args, kwargs)
     return function(*args, **kwargs) if name is None else HANDLERS[function](recorder, name, function, args, kwargs)
 
 

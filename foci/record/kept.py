@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.weights.slices import compute_columns, has_plain_columns
+from foci.weights.slices import compute_columns, compute_columns_of_short_rows, has_plain_columns
 from foci.weights.summary import Top
 from foci.weights.weights import Weights
 
@@ -84,14 +84,19 @@ class Keep:
 
     def compute_text(self, weights: Weights, text: TextPositions) -> dict[str, Tensor]:
         """The exact weights (B, H, Tq, Tk) on the keys that are text, and those of the queries that are text."""
-        kept = {}
-        dtype = torch.float16 if weights.tensors.call.q.element_size() == 2 else torch.float32
+        kept, dtype = {}, stored_dtype(weights.tensors.call.q)
         with torch.no_grad():
             if self.keys is not None and text.keys:
                 kept["key_weights"] = read_columns(weights, as_index(text.keys)).to(dtype)
             if self.queries is not None and text.queries:
                 kept["query_weights"] = read_entries(weights, (..., as_index(text.queries), slice(None))).to(dtype)
         return kept
+
+    def compute_text_of_plain_call(self, q: Tensor, k: Tensor, text: TextPositions) -> dict[str, Tensor]:
+        """The same for a plain call with few keys, and without text among its queries; in fewer operations."""
+        with torch.no_grad():
+            columns = compute_columns_of_short_rows(q, k, as_index(text.keys))
+            return {"key_weights": columns.to(stored_dtype(q))}
 
     def compute(self, weights: Weights) -> dict[str, Tensor]:
         """The statistics of weights (B, H, Tq, Tk), on their device; the sink mass only if there are sinks."""
@@ -119,6 +124,11 @@ class TextPositions(NamedTuple):
 
     queries: tuple[int, ...] = ()
     keys: tuple[int, ...] = ()
+
+
+def stored_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of kept weights: half precision if the model computes so."""
+    return torch.float16 if q.element_size() == 2 else torch.float32
 
 
 def as_index(numbers: Sequence[int]) -> slice | list[int]:

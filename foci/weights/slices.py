@@ -107,6 +107,18 @@ def compute_columns(call: Call, lse: Tensor, keys: slice) -> Tensor:
     return (call.q.to(dtype) @ k.mT).mul_(factor).sub_(finite_lse(lse).unsqueeze(-1)).exp_()
 
 
+@disable_autocast
+def compute_columns_of_short_rows(q: Tensor, k: Tensor, keys: slice | list[int]) -> Tensor:
+    """The columns of some keys, (B, H, Tq, C), of a plain dot product with few keys; without a log-sum-exp."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    # One copy each, which is contiguous and in this precision; the scale is part of the product.
+    rows, columns = (t.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1) for t in (q, k))
+    logits = torch.baddbmm(rows.new_empty(1), rows, columns.mT, beta=0, alpha=q.shape[-1] ** -0.5)
+    # A softmax would be handed to foci.watch.
+    weights: Tensor = logits.log_softmax(-1)[..., keys].exp().unflatten(0, q.shape[:2])
+    return weights
+
+
 def count_rows_per_step(call: Call, width: int, strips: int) -> int:
     return max(strip_budget(call)[0] * strips // (call.q.shape[0] * call.q.shape[1] * width), 1)
 

@@ -318,14 +318,7 @@ def test_given_prompt_embeddings_have_no_tokens() -> None:
 
 def test_layers_without_text_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Self-attention has nothing to keep for `Keep(keys="text")`: its weights are not computed."""
-    computed: list[int] = []
-    own = SdpaCall.compute
-
-    def compute(call: SdpaCall) -> Any:
-        computed.append(call.k.shape[-2])
-        return own(call)
-
-    monkeypatch.setattr(SdpaCall, "compute", compute)
+    computed = count_full_recordings(monkeypatch)
     case = CASES["UNet"]
     model, (latents, text) = case.model(), make_inputs(case)
     with torch.no_grad():
@@ -335,3 +328,94 @@ def test_layers_without_text_run_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
     assert set(computed) == {TEXT}
     assert len(computed) == len(seen.layers) == seen.calls // 2
     assert torch.equal(watched.sample, plain.sample)
+
+
+def count_full_recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the keys of all calls that are recorded in full, not like those of an earlier step."""
+    computed: list[int] = []
+    own = SdpaCall.compute
+
+    def compute(call: SdpaCall) -> Any:
+        computed.append(call.k.shape[-2])
+        return own(call)
+
+    monkeypatch.setattr(SdpaCall, "compute", compute)
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in ("UNet", "SD3", "Wan")),
+        ("UNet", torch.bfloat16),
+        ("Wan", torch.bfloat16),
+    ],
+)
+def test_weights_on_text_equal_a_stored_softmax_at_every_step(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first step the calls are recorded in a few operations."""
+    case = CASES[family]
+    model, (latents, text) = case.model().to(dtype), (each.to(dtype) for each in make_inputs(case))
+    with torch.no_grad(), store_softmax() as stored:
+        plain = [case.run(model, latents * 0.9**step, text)[0] for step in range(3)]
+    stored = [each for each in stored if each.shape[-1] != each.shape[-2] or case.joint]
+    computed = count_full_recordings(monkeypatch)
+    words = foci.Labels.tokens([["a", " red", " shoe", "", "", ""]])
+    with torch.no_grad(), foci.watch(model, keep=foci.Keep(keys="text"), labels={"prompt": words}) as seen:
+        watched = [case.run(model, latents * 0.9**step, text)[0] for step in range(3)]
+    assert all(map(torch.equal, plain, watched))
+    layers = list(seen.layers.values())
+    assert (seen.steps, 3 * len(layers), len(computed)) == (3, len(stored), len(layers))
+    for number, layer in enumerate(layers):
+        start = layer.shape[-1] - TEXT if case.joint else 0
+        assert layer.kept_keys == tuple(range(start, start + 3))
+        for step in range(3):
+            expected = stored[step * len(layers) + number][..., start : start + 3]
+            kept, found = layer.at(step).kept, layer.at(step).columns([*layer.kept_keys])
+            assert kept is not None
+            assert kept["key_weights"].dtype == (torch.float16 if dtype == torch.bfloat16 else torch.float32)
+            torch.testing.assert_close(
+                found.float(), expected, atol=5e-4 if dtype == torch.bfloat16 else 1e-6, rtol=1e-3
+            )
+
+
+@pytest.mark.parametrize("family", ["SD", "SDXL"])
+def test_only_the_conditional_half_is_computed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = make_pipeline(family)
+    call = CALLS[family] | {"num_inference_steps": 4, "prompt": PROMPT, "num_images_per_prompt": 2}
+    with foci.watch(pipe) as lazy:
+        pipe(**call, generator=torch.Generator().manual_seed(0))
+    computed, batches = count_full_recordings(monkeypatch), set()
+    own = foci.Keep.compute_text_of_plain_call
+
+    def compute(keep: foci.Keep, q: Tensor, k: Tensor, text: Any) -> Any:
+        batches.add(q.shape[0])
+        return own(keep, q, k, text)
+
+    monkeypatch.setattr(foci.Keep, "compute_text_of_plain_call", compute)
+    with foci.watch(pipe, keep=foci.Keep(keys="text")) as seen:
+        pipe(**call, generator=torch.Generator().manual_seed(0))
+    assert batches == {2}
+    assert len(computed) == len(seen.layers)
+    assert seen.calls == lazy.calls
+    for name, layer in seen.layers.items():
+        for step in range(4):
+            found, expected = (each.at(step).columns([*layer.kept_keys]) for each in (layer, lazy.layers[name]))
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_a_change_of_the_latents_between_steps_is_recorded() -> None:
+    """A call of another length is not taken for one of an earlier step, nor is one beyond the limit."""
+    case = CASES["UNet"]
+    model, (latents, text) = case.model(), make_inputs(case)
+    keep = foci.Keep(keys="text")
+    with torch.no_grad(), foci.watch(model, keep=keep) as seen:
+        for size in (6, 6, 4, 4):
+            case.run(model, latents[..., :size], text)
+    shapes = {layer.shape[2] for layer in seen.layers.values()}
+    assert {48, 32} <= shapes
+    assert {len(layer.steps) for layer in seen.layers.values()} == {2}
+    limit = seen.nbytes // 2
+    with pytest.raises(CaptureError, match="above limit"):
+        record(case, model, latents, text, 4, keep=keep, limit=limit)

@@ -1,5 +1,7 @@
 """Statistics are copied in one buffer and restored with their dtypes and shapes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -86,3 +88,33 @@ def test_copies_are_moved_after_their_event() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     host_copy.move_tensors(Event(), sources, targets)
     assert not sources
+
+
+def test_batches_stay_below_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of one size in pinned memory can be used again."""
+    batches: list[int] = []
+    copier = HostCopier(batch_bytes=10)
+
+    def start() -> None:
+        if copier._collected_bytes:
+            batches.append(copier._collected_bytes)
+        copier._collected_bytes = 0
+
+    monkeypatch.setattr(copier, "start", start)
+    for nbytes in (4, 4, 4, 6, 1, 25, 10, 3):
+        copier.copy({"x": SimpleNamespace(device=torch.device("cuda"), nbytes=nbytes)})  # type: ignore[dict-item]
+    assert batches == [8, 10, 1, 25, 10]
+
+
+def test_few_copies_wait_to_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(host_copy, "MAX_MOVES", 2)
+    copier, moved = HostCopier(), []
+    for number in range(6):
+        moved += copier._move_when_done([torch.full((3,), float(number))], Event())
+        assert len(copier._moves) <= 2
+    copier.wait()
+    assert [int(each[0]) for each in moved] == [*range(6)]
