@@ -23,6 +23,8 @@ B, H, T = 3, 4, 24
 def per_head(kind: str) -> Bias | None:
     if kind == "alibi":
         return foci.ALiBi(torch.tensor([0.9, 0.1, 0.5, 0.02]))
+    if kind == "relative":
+        return foci.Relative(randn(H, 9, 16, seed=4))
     return foci.Buckets(randn(8, H, seed=4) * 2, bidirectional=True, max_distance=12) if kind == "buckets" else None
 
 
@@ -51,7 +53,7 @@ def test_statistics_in_c(kind: str, place: tuple[slice, slice], monkeypatch: pyt
     same(cpu_c.compute_statistics(part, lse, WANTED), streaming.compute_statistics(part, lse, WANTED))
 
 
-@pytest.mark.parametrize("kind", ["none", "alibi"])
+@pytest.mark.parametrize("kind", ["none", "alibi", "buckets", "relative"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("place", PARTS)
 def test_statistics_by_gpu_kernels(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
@@ -64,6 +66,22 @@ def test_statistics_by_gpu_kernels(kind: str, masked: bool, place: tuple[slice, 
     assert lse is not None
     found = launch_statistics(lse=lse.contiguous(), **cuda.statistics_arguments(part), request=WANTED, config=SMALL)
     same(found, streaming.compute_statistics(part, lse, WANTED))
+
+
+@pytest.mark.parametrize("budget", [1, 2 * 4 * 9 * 24, 5 * 4 * 9 * 24])
+def test_statistics_of_relative_vectors_in_parts(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head, two heads and one sequence at a time."""
+    pytest.importorskip("triton")
+    from foci.gpu.attention import row_table
+
+    call = call_of(per_head("relative"), foci.causal, DEVICE)
+    _, lse = reference.run(call)
+    assert lse is not None
+    whole = cuda.compute_statistics(call, lse, WANTED)
+    same(whole, streaming.compute_statistics(call, lse, WANTED))
+    monkeypatch.setattr(row_table, "MAX_ROW_TABLE_BYTES", budget)
+    assert len(cuda.split_by_row_table(call)) == {1: 12, 2: 6, 5: 3}[max(budget // (4 * 9 * 24), 1)]
+    same(cuda.compute_statistics(call, lse, WANTED), whole)
 
 
 @pytest.mark.parametrize("kind", ["alibi", "buckets"])

@@ -67,7 +67,7 @@ def mean_weights(
         queries = load_block(q + head * q_head, first_i, q_query, D, Tq, BM, BD)
         keys = load_block(k + head // group * k_head, first_j, k_key, D, Tk, BN, BD)
         dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        logits = dot_logits(dots, 0, 0, 0, 0.0, scale, softcap, SOFTCAP, False)
+        logits = dot_logits(dots, scale, softcap, SOFTCAP)
         rows = load_lse(lse + head * Tq, i, Tq)
         total += tl.exp2(logits - rows[:, None])
     return total / heads
@@ -102,7 +102,7 @@ def row_lse(
         )  # fmt: skip
         keys = load_block(k, t * BN, k_key, D, Tk, BN, BD)
         dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        logits = dot_logits(dots, 0, 0, 0, 0.0, scale, softcap, SOFTCAP, False)
+        logits = dot_logits(dots, scale, softcap, SOFTCAP)
         logits = tl.where(seen, logits, MASKED_LOGIT)
         highest = tl.maximum(peak, tl.max(logits, 1))
         weights = tl.where(seen, tl.exp2(logits - highest[:, None]), 0.0)
@@ -161,7 +161,7 @@ def row_divergence(
         weights = tl.where(seen, weights, 0.0)
         keys = load_block(student_k, first_j, student_k_key, E, Tk, BN, BE)
         dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        logits = dot_logits(dots, 0, 0, 0, 0.0, student_scale, student_softcap, STUDENT_SOFTCAP, False)
+        logits = dot_logits(dots, student_scale, student_softcap, STUDENT_SOFTCAP)
         distance = logits - rows[:, None]
         # Not where(weights > 0, ...): a NaN must stay one.
         unattended = weights == 0
@@ -240,7 +240,7 @@ def key_gradients(
             )  # fmt: skip
             queries = load_block(student_q, first_i, student_q_query, E, Tq, BM, BE)
             dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            logits = dot_logits(dots, 0, 0, 0, 0.0, student_scale, student_softcap, STUDENT_SOFTCAP, False)
+            logits = dot_logits(dots, student_scale, student_softcap, STUDENT_SOFTCAP)
             rows = load_lse(student_lse + pair * Tq, i, Tq)
             slope = tl.load(slopes + pair * Tq + i, mask=i < Tq, other=0.0)
             change = tl.where(seen, (tl.exp2(logits - rows[:, None]) - weights) * slope[:, None], 0.0)

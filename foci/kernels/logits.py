@@ -25,14 +25,12 @@ def tanh(y):
 
 
 @triton.jit
-def dot_logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Logits in base 2: softcap(scale * dots), plus the ALiBi bias for the distance of query i and key j."""
+def dot_logits(dots, scale, softcap, SOFTCAP: tl.constexpr):
+    """Logits in base 2: softcap(scale * dots)."""
     if SOFTCAP:
         z = tanh(dots * (scale / softcap)) * (softcap * LOG2_E)
     else:
         z = dots * (scale * LOG2_E)
-    if ALIBI:
-        z -= tl.abs(i + offset - j).to(tl.float32) * (slope * LOG2_E)
     return z
 
 

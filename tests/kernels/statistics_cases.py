@@ -9,6 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from foci.statistics.cuda.arguments import AFTER_SCALE, BEFORE_SCALE
 from foci.statistics.cuda.plan import launch_statistics
 from foci.statistics.cuda.tiling import TileConfig
 from foci.statistics.request import Request
@@ -62,12 +63,25 @@ class Case:
 
     def logits(self) -> Tensor:
         k = self.k.repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
-        s = self.scale * self.q.double() @ k.double().mT
+        s = self.q.double() @ k.double().mT
+        if self.options.get("bias_kind") == BEFORE_SCALE:
+            s = s + self.biases()
+        s = self.scale * s
         if cap := self.options.get("softcap"):
             s = cap * torch.tanh(s / cap)
         if (slopes := self.options.get("slopes")) is not None:
             s = s - slopes.double()[:, None, None] * self.apart
+        if self.options.get("bias_kind") == AFTER_SCALE:
+            s = s + self.biases()
         return s.masked_fill(~self.seen, -torch.inf)
+
+    def biases(self) -> Tensor:
+        """The entries of the row table of each query and key."""
+        table = self.options["bias"].double().expand(*self.q.shape[:3], -1)
+        clip, (queries, keys) = table.shape[-1] // 2, self.seen.shape[-2:]
+        distance = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+        index = (distance.clamp(-clip, clip) + clip).to(DEVICE)
+        return table.gather(-1, index.expand(*self.q.shape[:2], -1, -1))
 
     def truth(self) -> tuple[Tensor, Tensor]:
         s = self.logits()

@@ -205,8 +205,8 @@ def test_memory_of_a_pass_over_8192_tokens(wanted: Request, most: int, monkeypat
         monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
     with FakeTensorMode():
         q = torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device="cuda:0")
-        given = KernelTensors(q, q, torch.empty(1, 16, 8192, device="cuda:0"), *[None] * 6)
-        found = triton_statistics.plan_pass(given, 0.1, None, True, wanted, hopper.hopper_config(wanted, q.shape[2]))
+        given = KernelTensors(q, q, torch.empty(1, 16, 8192, device="cuda:0"), *[None] * 7)
+        found = triton_statistics.plan_pass(given, 0.1, None, True, 0, wanted, hopper.hopper_config(wanted, q.shape[2]))
         launch_plan = found.build_launch_plan()
         early, late = (
             sum(x.numel() * x.element_size() for x in found.allocate_outputs(late=late).values())

@@ -14,7 +14,14 @@ import triton.language as tl
 from foci.kernels.statistics.tiles import cell_at
 from foci.statistics.cuda import launches, tiling
 from foci.statistics.cuda import plan as triton_statistics
-from foci.statistics.cuda.arguments import common_arguments, describe_key_tiles, has_tma, key_descriptors
+from foci.statistics.cuda.arguments import (
+    AFTER_SCALE,
+    BEFORE_SCALE,
+    common_arguments,
+    describe_key_tiles,
+    has_tma,
+    key_descriptors,
+)
 from foci.statistics.cuda.plan import launch_statistics
 from foci.statistics.cuda.tiling import (
     TileConfig,
@@ -99,6 +106,35 @@ def capped_with_slopes() -> Case:
     return case
 
 
+def relative() -> Case:
+    case = causal(heads=(4, 2), queries=40, keys=70, batch=2)
+    table = torch.randn(2, 4, 40, 13, generator=torch.Generator().manual_seed(4)).mul(3).to(DEVICE)
+    # Rows with other strides than those of their own size, in memory filled with NaN.
+    case.options |= {"bias": within_nan(table, 0), "bias_kind": BEFORE_SCALE, "softcap": 4.0}
+    return case
+
+
+def relative_two_runs() -> Case:
+    case = two_runs()
+    table = torch.randn(1, 2, 35, 5, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    case.options |= {"bias": table, "bias_kind": BEFORE_SCALE}
+    return case
+
+
+def buckets() -> Case:
+    case = causal(heads=(2, 1), queries=70, keys=40)
+    table = torch.randn(1, 2, 1, 9, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    case.options |= {"bias": table, "bias_kind": AFTER_SCALE, "softcap": 2.0}
+    return case
+
+
+def buckets_one_query() -> Case:
+    case = one_query()
+    table = torch.randn(1, 2, 1, 9, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    case.options |= {"bias": table, "bias_kind": AFTER_SCALE}
+    return case
+
+
 def with_a_sink() -> Case:
     case = sees_nothing_at_the_start()
     case.sink = torch.tensor([1.0, -2.0], device=DEVICE)
@@ -116,6 +152,7 @@ def one_query() -> Case:
 CASES = [
     no_mask, causal, window, two_runs, some_see_nothing, sees_nothing_at_the_start, documents, dense_mask,
     dense_of_keys, capped_with_slopes, with_a_sink, grouped_heads, one_query,
+    relative, relative_two_runs, buckets, buckets_one_query,
 ]  # fmt: skip
 ALL = Request(entropy=True, received=True, top=3, largest_logit=True, distance=True)
 

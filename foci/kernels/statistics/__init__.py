@@ -8,5 +8,6 @@ entries: exact entries of a few rows
 picture: pictures of the largest weight of each cell
 sort: the largest values of each row
 topk: the top keys of each query, selected from the candidates of the pass
+biased_logits: logits with softcap, ALiBi and row tables
 merge: merges the partial results of the programs
 """

@@ -9,7 +9,8 @@ B batch, H heads, Tq queries, Tk keys, D width, R rows and C columns of the resu
 import triton
 import triton.language as tl
 
-from foci.kernels.logits import apply_masks, dot_logits, key_range, load_lse
+from foci.kernels.logits import apply_masks, key_range, load_lse
+from foci.kernels.statistics.biased_logits import entry_logits
 
 # Nothing but the kind of call is compiled in: one kernel for all lengths, layouts and indices.
 NUMBERS = [
@@ -52,7 +53,7 @@ def compute_entries(
         dots += tl.sum(x * y, 1)
     i = one[:, None]
     j = j[None, :]
-    z = dot_logits(dots[None, :], i, j, offset, slope, scale, softcap, SOFTCAP, ALIBI)
+    z = entry_logits(dots[None, :], lse, i, j, offset, Tq, 0, 0, slope, scale, softcap, 0, SOFTCAP, ALIBI)
     seen = j < 0
     for run in tl.static_range(RANGES if RANGES > 0 else 1):
         low, high = key_range(key_ranges + b * key_ranges_batch, run, one, offset, Tq, Tk, CAUSAL, RANGES)

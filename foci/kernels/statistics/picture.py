@@ -10,12 +10,13 @@ tiles, and pooling is a reshape. Means do not need this: tiles.py sums by produc
 import triton
 import triton.language as tl
 
-from foci.kernels.logits import apply_masks, dot_logits, key_range, load_lse
+from foci.kernels.logits import apply_masks, key_range, load_lse
+from foci.kernels.statistics.biased_logits import entry_logits, locate_bias
 
 # A new value of one of these does not trigger a compilation.
 LENGTHS = [
     "H", "group", "Tq", "Tk", "rows", "columns", "key_ranges_batch", "query_ids_batch", "key_ids_batch",
-    "dense_batch", "dense_head", "dense_query", "dense_key",
+    "dense_batch", "dense_head", "dense_query", "dense_key", "bias_batch", "bias_head", "bias_query", "clip",
 ]  # fmt: skip
 
 
@@ -33,13 +34,13 @@ def cell_at(index, cells, length):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def pool_picture(
-    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, out,
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, out,
     H, group, Tq, Tk, D, rows, columns,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
-    scale, softcap,
+    bias_batch, bias_head, bias_query, clip, scale, softcap,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -59,6 +60,7 @@ def pool_picture(
     dense += b * dense_batch + h.to(tl.int64) * dense_head
     lse += pair.to(tl.int64) * Tq
     out += pair.to(tl.int64) * rows * columns
+    bias = locate_bias(bias, b, h, 0, bias_batch, bias_head, bias_query)
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes + h)
@@ -100,7 +102,10 @@ def pool_picture(
                 other=0.0,
             )
             dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
-            z = dot_logits(dots, i[:, None], j[None, :], offset, slope, scale, softcap, SOFTCAP, ALIBI)
+            z = entry_logits(
+                dots, bias, i[:, None], j[None, :], offset, Tq, clip, bias_query, slope, scale, softcap,
+                TABLE, SOFTCAP, ALIBI,
+            )  # fmt: skip
             seen = tl.zeros((BQ, BK), tl.int1)
             for run in tl.static_range(RANGES if RANGES > 0 else 1):
                 low, high = key_range(key_ranges, run, i, offset, Tq, Tk, CAUSAL, RANGES)

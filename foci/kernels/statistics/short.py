@@ -11,14 +11,15 @@ B batch, H heads, Tq queries, Tk keys, D width. A pair is one head of one batch 
 import triton
 import triton.language as tl
 
-from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key_range, load_lse
+from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, key_range, load_lse
+from foci.kernels.statistics.biased_logits import entry_logits, locate_bias
 
 # Larger than any key, for minima over keys.
 NO_KEY = tl.constexpr(2147483647)
 # A new value of one of these does not trigger a compilation.
 LENGTHS = [
     "H", "group", "Tq", "Tk", "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head",
-    "dense_query", "dense_key",
+    "dense_query", "dense_key", "bias_batch", "bias_head", "bias_query", "clip",
 ]  # fmt: skip
 
 
@@ -41,14 +42,14 @@ def store_top_keys(x, j, rows, values, keys, inside, TOP: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def short_statistics(
-    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes,
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias,
     entropy, distance, received, picture, top_values, top_keys, largest,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
-    scale, softcap,
+    bias_batch, bias_head, bias_query, clip, scale, softcap,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, PICTURE: tl.constexpr,
     TOP: tl.constexpr, LARGEST: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
@@ -61,6 +62,7 @@ def short_statistics(
     q += b * q_batch + h.to(tl.int64) * q_head
     k += b * k_batch + (h // group).to(tl.int64) * k_head
     first_row = pair.to(tl.int64) * Tq
+    bias = locate_bias(bias, b, h, 0, bias_batch, bias_head, bias_query)
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes + h)
@@ -82,7 +84,7 @@ def short_statistics(
             q + one.to(tl.int64)[:, None] * q_query + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
         )
         dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
-        z = dot_logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP, ALIBI)
+        z = entry_logits(dots, bias, i, j, offset, Tq, clip, bias_query, slope, scale, softcap, TABLE, SOFTCAP, ALIBI)
         seen = j < 0
         for run in tl.static_range(RANGES if RANGES > 0 else 1):
             low, high = key_range(key_ranges + b * key_ranges_batch, run, one, offset, Tq, Tk, CAUSAL, RANGES)

@@ -20,7 +20,8 @@ B batch, H heads, Tq queries, Tk keys, D width. A pair is one head of one batch 
 import triton
 import triton.language as tl
 
-from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key_range, load_lse
+from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, key_range, load_lse
+from foci.kernels.statistics.biased_logits import load_bias_ends, locate_bias, transposed_tile_logits
 
 # Weights are multiplied by it where they are rounded to float16: small ones keep their digits, and the sums of 128
 # weights stay below the largest number.
@@ -271,12 +272,13 @@ def write_earlier_tile(
 
 @triton.jit
 def process_tile(
-    t, tag, queries, i, lse, low, high, weights, slope, k, k_tiles, batch, key_head,
+    t, tag, queries, i, first_i, lse, low, high, weights, slope, bias, bias_rows, bias_left, bias_right,
+    k, k_tiles, batch, key_head,
     columns, picture, picture_row, lines, row_cells,
     query_ids, key_ids, dense, dense_query, dense_key,
     entropy, distance, largest, best, second, third, cells_before, column_before, sums, tile_before,
-    offset, Tq, Tk, D, k_key, scale, softcap, picture_lines, picture_columns,
-    MASKED: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    offset, Tq, Tk, D, k_key, clip, scale, softcap, picture_lines, picture_columns,
+    MASKED: tl.constexpr, RANGES: tl.constexpr, TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     IDS: tl.constexpr, DENSE: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
@@ -310,7 +312,10 @@ def process_tile(
             RECEIVED, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
         )  # fmt: skip
         tile_before = t
-    z = dot_logits(dots, i[None, :], j[:, None], offset, slope, scale, softcap, SOFTCAP, ALIBI)
+    z = transposed_tile_logits(
+        dots, bias, bias_rows, bias_left, bias_right, first_i, t * BK, offset, clip, slope, scale, softcap,
+        TABLE, SOFTCAP, ALIBI, PTX, BQ, BK,
+    )  # fmt: skip
     x = z - lse[None, :]
     if MASKED:
         seen = j[:, None] < high[None, :]
@@ -369,22 +374,22 @@ def process_tile(
 LENGTHS = [
     "H", "group", "Tq", "Tk", "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head",
     "dense_query", "dense_key", "weights_batch", "weights_head", "slots", "first_pair", "first_tile", "tiles",
-    "picture_rows", "picture_columns", "picture_lines",
+    "picture_rows", "picture_columns", "picture_lines", "bias_batch", "bias_head", "bias_query", "clip",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def tile_statistics(
-    q, k, k_tiles, lse, key_ranges, query_ids, key_ids, dense, slopes, query_weights,
+    q, k, k_tiles, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, query_weights,
     entropy, distance, largest, columns, picture, best, second, third, counter,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key, weights_batch, weights_head,
-    scale, softcap,
+    bias_batch, bias_head, bias_query, clip, scale, softcap,
     slots, first_pair, first_tile, tiles,
     picture_rows, picture_columns, picture_lines,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, CELLS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
@@ -444,6 +449,8 @@ def tile_statistics(
                 other=0.0,
             )
             rows = load_lse(lse, i, Tq)
+            tile_bias = locate_bias(bias, b, h, tile * BQ, bias_batch, bias_head, bias_query)
+            bias_rows, bias_left, bias_right = load_bias_ends(tile_bias, tile * BQ, Tq, clip, bias_query, BQ, TABLE)
             picture_row = (tile * BQ) // CELL_QUERIES
             into_picture = picture
             row_cells = tl.zeros((BQ, CELLS), HALF)
@@ -502,13 +509,14 @@ def tile_statistics(
                                 sum_entropy, sum_distance, highest, first_best, next_best, third_best,
                                 cells, column, sums, tile_before,
                             ) = process_tile(
-                                u * SEGMENTS + s, u, queries, i, rows, low, high, weights, slope,
+                                u * SEGMENTS + s, u, queries, i, tile * BQ, rows, low, high, weights, slope,
+                                tile_bias, bias_rows, bias_left, bias_right,
                                 k, k_tiles, pair // H, h // group, columns, into_picture, picture_row, lines, row_cells,
                                 query_ids, key_ids, dense, dense_query, dense_key,
                                 sum_entropy, sum_distance, highest, first_best, next_best, third_best,
-                                cells, column, sums, tile_before, offset, Tq, Tk, D, k_key, scale, softcap,
+                                cells, column, sums, tile_before, offset, Tq, Tk, D, k_key, clip, scale, softcap,
                                 picture_lines, picture_columns,
-                                kind == 0, RANGES, SOFTCAP, ALIBI, IDS, DENSE,
+                                kind == 0, RANGES, TABLE, SOFTCAP, ALIBI, IDS, DENSE,
                                 ENTROPY, DISTANCE, LARGEST, RECEIVED, WEIGHTED,
                                 PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, CELLS, EXACT, PTX, TOP, TAG_BITS,
                                 BQ, BK, BD, EVEN, PRECISION, TMA, DEFER,

@@ -16,7 +16,8 @@ precision of the inputs. For float32 the logits are computed again.
 import triton
 import triton.language as tl
 
-from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key_range, load_lse
+from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, key_range, load_lse
+from foci.kernels.statistics.biased_logits import entry_logits, locate_bias
 from foci.kernels.statistics.sort import has_ties, merge_larger_halves, reverse_list, select_largest, sort_lists
 
 # Larger than any key, for minima over keys.
@@ -27,6 +28,7 @@ FLAGS_PER_WORD = tl.constexpr(16)
 LENGTHS = [
     "H", "group", "Tq", "Tk", "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head",
     "dense_query", "dense_key", "first_pair", "first_query", "queries", "segments", "tags",
+    "bias_batch", "bias_head", "bias_query", "clip",
 ]  # fmt: skip
 
 
@@ -139,10 +141,11 @@ def reload_candidates(best, second, x, column, queries, CLASSES: tl.constexpr, L
 
 @triton.jit(do_not_specialize=LENGTHS)
 def choose_topk(
-    q, k, lse, slopes, best, second, third, values, keys, largest_logits, flags, listed, counter,
+    q, k, lse, slopes, bias, best, second, third, values, keys, largest_logits, flags, listed, counter,
     H, group, Tq, Tk, D,
-    q_batch, q_head, q_query, k_batch, k_head, k_key, scale, softcap, first_pair, first_query, queries, segments,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, LARGEST: tl.constexpr,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, bias_batch, bias_head, bias_query, clip,
+    scale, softcap, first_pair, first_query, queries, segments,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, LARGEST: tl.constexpr,
     TOP: tl.constexpr, CLASSES: tl.constexpr, LOG_N: tl.constexpr, LOG: tl.constexpr, BK: tl.constexpr,
     TAG_BITS: tl.constexpr, LABEL_BITS: tl.constexpr,
     R: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
@@ -190,7 +193,10 @@ def choose_topk(
         tl.debug_barrier()
         y = tl.load(values + into + slot, mask=found >= 0, other=0.0)
         tl.debug_barrier()
-        y = dot_logits(y, i[:, None], found, Tk - Tq, slope, scale, softcap, SOFTCAP, ALIBI)
+        y = entry_logits(
+            y, locate_bias(bias, b, h, 0, bias_batch, bias_head, bias_query), i[:, None], found, Tk - Tq, Tq, clip,
+            bias_query, slope, scale, softcap, TABLE, SOFTCAP, ALIBI,
+        )  # fmt: skip
         y = tl.where(found >= 0, y - load_lse(lse + pair.to(tl.int64) * Tq, i, Tq)[:, None], MASKED_LOGIT)
         store_topk(y, found, rank_slots(y, found), values + into, keys + into, valid[:, None], TOP)
     else:
@@ -303,13 +309,14 @@ def propagate_nan(lse, values, keys, valid, there):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def refine_topk(
-    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, flags, listed, counter, values, keys, largest_logits,
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias,
+    flags, listed, counter, values, keys, largest_logits,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
-    scale, softcap, segments, tags,
+    bias_batch, bias_head, bias_query, clip, scale, softcap, segments, tags,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LARGEST: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LARGEST: tl.constexpr,
     TOP: tl.constexpr, SLOTS: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr,
     READ: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -329,12 +336,16 @@ def refine_topk(
         query = q + b * q_batch + h.to(tl.int64) * q_head
         others = k + b * k_batch + (h // group).to(tl.int64) * k_head
         mask = dense + b * dense_batch + h.to(tl.int64) * dense_head
+        own_bias = locate_bias(bias, b, h, 0, bias_batch, bias_head, bias_query)
         row = load_lse(lse + pair.to(tl.int64) * Tq, one, Tq)[:, None]
         line = at.to(tl.int64) * TOP + tl.zeros((1, 1), tl.int64)
         flag = tl.load(flags + at.to(tl.int64) * (CLASSES // FLAGS_PER_WORD) + words)  # (1, CLASSES // WORD)
         chosen = tl.load(keys + line + slot, mask=slot < TOP, other=-1)
         y = key_dot_products(query, others, one, chosen, one < Tq, chosen >= 0, D, q_query, k_key, BD, STEP, EVEN)
-        y = dot_logits(y, one[:, None], chosen, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
+        y = entry_logits(
+            y, own_bias, one[:, None], chosen, offset, Tq, clip, bias_query, slope, scale, softcap,
+            TABLE, SOFTCAP, ALIBI,
+        ) - row  # fmt: skip
         y = tl.where(chosen >= 0, y, MASKED_LOGIT)
         while tl.max(tl.max(flag, 1), 0) > 0:
             word = tl.min(tl.min(tl.where(flag > 0, words, CLASSES), 1), 0)
@@ -358,7 +369,10 @@ def refine_topk(
                 )  # fmt: skip
                 if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
                     z = key_dot_products(query, others, one, j, one < Tq, seen, D, q_query, k_key, BD, STEP, EVEN)
-                    z = dot_logits(z, one[:, None], j, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
+                    z = entry_logits(
+                        z, own_bias, one[:, None], j, offset, Tq, clip, bias_query, slope, scale, softcap,
+                        TABLE, SOFTCAP, ALIBI,
+                    ) - row  # fmt: skip
                     y, chosen = insert_sorted(y, chosen, tl.where(seen, z, MASKED_LOGIT), j, SLOTS)
         # The results overwrite the selected keys, which other threads read.
         tl.debug_barrier()

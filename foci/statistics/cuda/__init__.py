@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.biases import ALiBi
-from foci.gpu import mask_inputs
+from foci.biases import Buckets, DenseBias, Relative
+from foci.gpu import attention, mask_inputs
+from foci.gpu.attention import row_table
+from foci.gpu.attention.arguments import HeadSlices
 from foci.gpu.launcher import KERNEL_DTYPES
 from foci.runtime.device import has_triton, major_capability
 from foci.scores import Additive, Dot
-from foci.statistics.cuda.arguments import MAX_WIDTH, common_arguments
+from foci.statistics.cuda.arguments import AFTER_SCALE, BEFORE_SCALE, MAX_WIDTH, common_arguments
 from foci.statistics.request import MAX_TOP_KEYS, Request
 
 
@@ -38,8 +40,9 @@ def refuses(call: Call, request: Request | None = None, averaged: bool = False) 
     reasons = []
     if isinstance(call.score, Additive):
         reasons.append("the score is additive, not a dot product")
-    if call.bias is not None and not isinstance(call.bias, ALiBi):
-        reasons.append(f"the bias {type(call.bias).__name__} is not supported")
+    if isinstance(call.bias, DenseBias):
+        reasons.append("a float tensor as a bias is not supported")
+    reasons += attention.distance_bias_refusals(call)
     if call.q.dtype not in KERNEL_DTYPES:
         reasons.append(f"{call.q.dtype} is not supported")
     if call.positions is not None:
@@ -61,6 +64,8 @@ def describe_kernel(call: Call, request: Request | None = None) -> str:
     if hopper.hopper_device_refusals(call.q.device):
         failure = hopper.gluon_failure(call.q.device.index or 0) if major_capability(call.q.device.index) == 9 else None
         return "triton, in one pass" + (f" (the Gluon kernel failed its self-check: {failure})" if failure else "")
+    if isinstance(call.bias, Buckets | Relative):
+        return "triton, in one pass"
     unused = torch.empty(call.q.shape[:3], device=call.q.device)
     if hopper.refuses(common_arguments(lse=unused, **statistics_arguments(call)), weighted=False, request=request):
         return "triton, in one pass"
@@ -72,7 +77,22 @@ def compute_statistics(call: Call, lse: Tensor, request: Request) -> dict[str, T
     """Computes the requested statistics in one pass."""
     from foci.statistics.cuda.plan import launch_statistics
 
-    return launch_statistics(lse=lse.float(), **statistics_arguments(call), request=request)
+    parts = split_by_row_table(call) if isinstance(call.bias, Relative) else []
+    if len(parts) < 2:
+        return launch_statistics(lse=lse.float(), **statistics_arguments(call), request=request)
+    results = [
+        launch_statistics(lse=lse[part].float(), **statistics_arguments(call.select(*part)), request=request)
+        for part in parts
+    ]
+    # Parts are in the order of the flattened (B, H).
+    sizes = call.q.shape[:2]
+    return {name: torch.cat([x[name].flatten(0, 1) for x in results]).unflatten(0, sizes) for name in results[0]}
+
+
+def split_by_row_table(call: Call) -> list[HeadSlices]:
+    """Parts of the call whose row tables of Relative keys fit into memory, as the forward has them."""
+    assert isinstance(call.bias, Relative)
+    return list(row_table.split_by_memory(call.q, call.group, 4 * call.bias.keys.shape[-2]))
 
 
 def statistics_arguments(call: Call) -> dict[str, Any]:
@@ -80,15 +100,20 @@ def statistics_arguments(call: Call) -> dict[str, Any]:
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
     masks = mask_inputs.build_kernel_masks(call)
-    slopes = call.bias.slopes if isinstance(call.bias, ALiBi) else None
-    if slopes is not None:
-        slopes = slopes[call.head_index.flatten()].float()
+    table, buckets, keys, _, slopes, _ = attention.bias_tensors(call)
+    bias, bias_kind = None, 0
+    if keys is not None:
+        bias, bias_kind = dot.q.float() @ keys.mT, BEFORE_SCALE
+    elif table is not None and buckets is not None:
+        bias, bias_kind = table.T.index_select(1, buckets)[None, :, None], AFTER_SCALE
     return {
         "q": dot.q,
         "k": dot.k,
         "scale": dot.score.factor(dot.q.shape[-1]),
         "softcap": dot.score.softcap,
         "slopes": slopes,
+        "bias": bias,
+        "bias_kind": bias_kind,
         "causal": masks.causal,
         "key_ranges": masks.key_ranges,
         "query_ids": masks.query_ids,

@@ -20,10 +20,15 @@ from foci.statistics.cuda.tiling import PictureCells, TileConfig
 from foci.statistics.request import MAX_TOP_KEYS, Request
 
 MAX_WIDTH = 256
+# Kinds of row table, as TABLE in kernels/distance_bias/forward.py: of Relative, and of Buckets.
+BEFORE_SCALE, AFTER_SCALE = 1, 2
 
 
 class KernelTensors(NamedTuple):
-    """The tensors of a call; those of masks, the slopes of ALiBi and the weights of queries may be None."""
+    """The tensors of a call; all but the first three may be None.
+
+    bias (B or 1, H, Tq or 1, W): a row table as in kernels/distance_bias/forward.py.
+    """
 
     q: Tensor
     k: Tensor
@@ -33,6 +38,7 @@ class KernelTensors(NamedTuple):
     key_ids: Tensor | None
     dense: Tensor | None
     slopes: Tensor | None
+    bias: Tensor | None = None
     query_weights: Tensor | None = None
 
     @property
@@ -53,7 +59,7 @@ class KernelTensors(NamedTuple):
         key_ranges, query_ids, key_ids, slopes = (
             None if x is None else x.contiguous() for x in (self.key_ranges, self.query_ids, self.key_ids, self.slopes)
         )
-        return KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, weights)
+        return KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, self.bias, weights)
 
     def by_name(self) -> dict[str, Tensor]:
         """The tensors by name; lse stands for missing ones, which no kernel reads."""
@@ -65,9 +71,9 @@ TENSOR_NAMES = KernelTensors._fields
 COMMON_TENSORS = TENSOR_NAMES[:-1]
 
 
-def check_arguments(tensors: KernelTensors, causal: bool, request: Request) -> None:
+def check_arguments(tensors: KernelTensors, causal: bool, bias_kind: int, request: Request) -> None:
     """Raises where the kernels do not support the arguments."""
-    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, query_weights = tensors
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, query_weights = tensors
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q and k must be (B, H, Tq, D) and (B, G, Tk, D), got {tuple(q.shape)} and {tuple(k.shape)}")
     batch, heads, queries, width = q.shape
@@ -92,13 +98,17 @@ def check_arguments(tensors: KernelTensors, causal: bool, request: Request) -> N
     check_tensor("key_ranges", key_ranges, [one, (1, 2), (2,), (queries,)], [torch.int32])
     check_tensor("query_ids", query_ids, [one, (queries,)], [torch.int32, torch.int64])
     check_tensor("key_ids", key_ids, [one, (keys,)], [torch.int32, torch.int64])
+    distances = 1 if bias is None else bias.shape[-1] | 1
+    check_tensor("bias", bias, [one, (heads,), (1, queries), (distances,)], [torch.float32])
+    if (bias is None) != (bias_kind == 0) or bias_kind not in (0, BEFORE_SCALE, AFTER_SCALE):
+        raise ValueError(f"bias_kind must be {BEFORE_SCALE} or {AFTER_SCALE} with a bias, else 0, got {bias_kind}")
     check_tensor("dense", dense, [one, (1, heads), (1, queries), (1, keys)], [torch.bool])
     whole = query_weights is not None and query_weights.dim() == 3
     check_tensor(
         "query_weights", query_weights, [one, (1, heads), (queries,)] if whole else [(queries,)], list(KERNEL_DTYPES)
     )
     check_request(request, queries, keys)
-    for name, x in {"k": k, "lse": lse, "key_ranges": key_ranges, "dense": dense, "slopes": slopes}.items():
+    for name, x in zip(TENSOR_NAMES, tensors, strict=True):
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
 
@@ -137,17 +147,25 @@ def common_arguments(
     query_ids: Tensor | None,
     key_ids: Tensor | None,
     dense: Tensor | None,
+    bias: Tensor | None = None,
+    bias_kind: int = 0,
 ) -> dict[str, Any]:
     """The tensors and scalars that every kernel takes."""
-    prepared = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes).to_kernel_layout()
+    prepared = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias).to_kernel_layout()
     tensors = prepared.by_name()
-    return {name: tensors[name] for name in COMMON_TENSORS} | statistics_scalars(prepared, scale, softcap, causal)
+    return {name: tensors[name] for name in COMMON_TENSORS} | statistics_scalars(
+        prepared, scale, softcap, causal, bias_kind
+    )
 
 
-def statistics_scalars(tensors: KernelTensors, scale: float, softcap: float | None, causal: bool) -> dict[str, Any]:
+def statistics_scalars(
+    tensors: KernelTensors, scale: float, softcap: float | None, causal: bool, bias_kind: int
+) -> dict[str, Any]:
     """The scalars that every kernel takes: strides, sizes, and which parts the call has; tensors in kernel layout."""
     q, k, dense, key_ranges = tensors.q, tensors.k, tensors.dense, tensors.key_ranges
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
+    bias = tensors.bias
+    steps = (0, 0, 0) if bias is None else tuple(0 if bias.shape[n] == 1 else bias.stride(n) for n in range(3))
     return {
         "key_ranges_batch": batch_stride(key_ranges), "query_ids_batch": batch_stride(tensors.query_ids),
         "key_ids_batch": batch_stride(tensors.key_ids),
@@ -155,6 +173,8 @@ def statistics_scalars(tensors: KernelTensors, scale: float, softcap: float | No
         "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
         "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
         "dense_batch": strides[0], "dense_head": strides[1], "dense_query": strides[2], "dense_key": strides[3],
+        "bias_batch": steps[0], "bias_head": steps[1], "bias_query": steps[2],
+        "clip": 0 if bias is None else bias.shape[3] // 2, "TABLE": bias_kind,
         "scale": float(scale), "softcap": float(softcap or 0.0),
         "CAUSAL": causal, "RANGES": 0 if key_ranges is None else key_ranges.shape[1],
         "IDS": tensors.query_ids is not None, "DENSE": dense is not None,

@@ -41,6 +41,7 @@ def refuses(call: Call, rows: int) -> bool:
         or type(call.score) is not Dot
         or call.needs_grad
         or is_traced(call.q)
+        or not isinstance(call.bias, ALiBi | None)
         or bool(cuda.refuses(call))
     )
 

@@ -75,6 +75,7 @@ def mask_refusals(arguments: dict[str, Any]) -> list[str]:
         "DENSE": "a dense mask",
         "SOFTCAP": "softcap",
         "ALIBI": "ALiBi",
+        "TABLE": "a row table",
     }
     return [f"{kind} is not supported" for name, kind in kinds.items() if arguments[name]]
 

@@ -20,7 +20,7 @@ from foci.statistics.request import Request
 # The common scalars that the top-k kernel takes.
 TOPK_SCALARS = (
     *("H", "group", "Tq", "Tk", "D", "q_batch", "q_head", "q_query", "k_batch", "k_head", "k_key"),
-    *("scale", "softcap", "SOFTCAP", "ALIBI", "BD"),
+    *("bias_batch", "bias_head", "bias_query", "clip", "scale", "softcap", "TABLE", "SOFTCAP", "ALIBI", "BD"),
 )
 # The tag of a key replaces the lowest bits of its logit. If it takes more bits than this, the logit is too inexact and
 # is computed again. The number of bits grows with the keys per class: up to 4 top keys exceed it in sequences of over
@@ -125,7 +125,7 @@ def build_topk_launch(
         "LABEL_BITS": max(classes.tag_bits, (max(2 * classes.number, 2 << log) - 1).bit_length()),
         "R": TOPK_QUERIES, "STEP": min(scalars["BD"], 32), "EVEN": fills_padded_width(scalars),
     }  # fmt: skip
-    names = ("q", "k", "lse", "slopes", "best", "second", "third", "flags", "listed", "counter")
+    names = ("q", "k", "lse", "slopes", "bias", "best", "second", "third", "flags", "listed", "counter")
     return KeywordLaunch(
         kernel,
         (-(-queries // TOPK_QUERIES), part.pairs),

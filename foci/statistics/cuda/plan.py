@@ -68,6 +68,8 @@ def launch_statistics(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     dense: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_kind: int = 0,
     query_weights: Tensor | None = None,
     request: Request,
     config: TileConfig | None = None,
@@ -79,13 +81,15 @@ def launch_statistics(
     causal: query i sees keys up to i + Tk - Tq. key_ranges (1 or B, 1 or 2, 2, Tq) int32: it sees the keys from low to
     high of each range; ranges are disjoint. query_ids (1 or B, Tq), key_ids (1 or B, Tk): it sees keys of its own id.
     dense: bool, broadcast to (B, H, Tq, Tk). A key is visible where all given masks allow it.
+    bias (B or 1, H, Tq or 1, 2 clip + 1) float32: row tables, the bias of each distance from -clip to clip, which
+    larger ones share; of bias_kind BEFORE_SCALE or AFTER_SCALE.
     query_weights (B, H, Tq) or (Tq,): how much each query counts in `received`.
 
     Returns by name: "entropy" (B, H, Tq), "received" (B, H, Tk), "picture" (B, H, rows, columns),
     "top_values" and "top_keys" (B, H, Tq, k), "largest" (B, H), "distance" (B, H, Tq).
     """
-    tensors = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, query_weights)
-    options = float(scale), None if softcap is None else float(softcap), causal, request, config
+    tensors = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, query_weights)
+    options = float(scale), None if softcap is None else float(softcap), causal, bias_kind, request, config
     if is_traced(q):
         return plan_pass(tensors, *options).run_traced(tensors.to_kernel_layout())
     key = pass_key(tensors, *options)
@@ -113,13 +117,14 @@ def plan_pass(
     scale: float,
     softcap: float | None,
     causal: bool,
+    bias_kind: int,
     request: Request,
     config: TileConfig | None,
 ) -> StatisticsPass:
     """Checks the call and plans the pass for calls of its kind."""
-    check_arguments(tensors, causal, request)
+    check_arguments(tensors, causal, bias_kind, request)
     weighted, tensors = tensors.query_weights is not None, tensors.to_kernel_layout()
-    scalars = statistics_scalars(tensors, scale, softcap, causal)
+    scalars = statistics_scalars(tensors, scale, softcap, causal, bias_kind)
     if config is None and launches.can_run_short(scalars, weighted, request, tensors.q):
         outputs = [spec._replace(late=False) for spec in plan_outputs(tensors.q, tensors.k.shape[2], request, {})]
         short = [launches.build_short_launch(scalars, request, tensors.q)] if outputs else []
