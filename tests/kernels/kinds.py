@@ -29,10 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foci
 import foci.statistics.cuda.hopper
-import foci.statistics.cuda.plan
 from foci.arguments import Call
-from foci.gpu import additive, attention, compilation
+from foci.gpu import additive, attention, compilation, launcher
 from foci.gpu.compilation import CollectedLaunch, collect_launches
+from foci.statistics.cuda import plan
 
 CAPABILITIES = (80, 90, 100)
 Arguments = dict[str, Any]
@@ -75,11 +75,11 @@ KINDS: dict[str, Kind] = {
     "one query": (HALF, 64, 1, True, True, lambda d, t: {"mask": foci.window(64)}),
     "buckets": (HALF, 64, LENGTH, True, False, lambda d, t: {"bias": foci.Buckets(table(32, 8), True, 128)}),
     "buckets causal": (
-        HALF, 128, LENGTH, True, False,
+        HALF, 128, LENGTH, True, True,
         lambda d, t: {"bias": foci.Buckets(table(32, 8), False, 128), "mask": foci.causal},
     ),
-    "buckets float32": (FULL, 64, LENGTH, True, False, lambda d, t: {"bias": foci.Buckets(table(32, 8), True, 128)}),
-    "relative": (HALF, 64, LENGTH, True, False, lambda d, t: {"bias": foci.Relative(table(65, d))}),
+    "buckets float32": (FULL, 64, LENGTH, True, True, lambda d, t: {"bias": foci.Buckets(table(32, 8), True, 128)}),
+    "relative": (HALF, 64, LENGTH, True, True, lambda d, t: {"bias": foci.Relative(table(65, d))}),
     "relative values": (
         HALF, 64, LENGTH, True, False, lambda d, t: {"bias": foci.Relative(table(65, d), table(65, d))},
     ),
@@ -112,7 +112,8 @@ class TargetDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton finds the kernels that it compiled by this number.
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -170,6 +171,9 @@ def imagined_gpu(capability: int, backward: bool) -> Iterator[None]:
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, answer))
         stack.enter_context(mock.patch.object(compilation, "is_traced", return_value=True))
+        # Plans made for another GPU.
+        stack.enter_context(mock.patch.object(launcher, "CACHED_PLANS", {}))
+        stack.enter_context(mock.patch.object(plan, "PASS_CACHE", {}))
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)))
         stack.enter_context(mock.patch.object(Call, "needs_grad", property(lambda call: backward)))
