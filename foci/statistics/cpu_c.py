@@ -27,9 +27,7 @@ from foci.gpu import mask_inputs
 from foci.gpu.launcher import KERNEL_DTYPES
 from foci.runtime import native
 from foci.scores import Additive, Dot
-from foci.statistics import picture
 from foci.statistics.request import MAX_TOP_KEYS, Request
-from foci.statistics.streaming import finite_lse
 
 # Smaller calls are not worth a pass that first packs the keys.
 MIN_QUERIES = 16
@@ -44,8 +42,9 @@ ROWS_PER_PART = 128
 
 INPUT_FIELDS = (
     "queries",
+    "given_keys",
     "keys",
-    "shift",
+    "lse",
     "query_positions",
     "key_positions",
     "slopes",
@@ -59,6 +58,7 @@ STATISTICS_SIZE_FIELDS = (
     *("padded", "width", "parts", "top", "picture_rows", "picture_columns", "distances"),
 )
 POSITION_STRIDE_FIELDS = ("query_position_step", "key_position_step")
+STRIDE_FIELDS = ("query_batch", "query_head", "query_row", "key_batch", "key_head", "key_row")
 
 
 class StatisticsStruct(ctypes.Structure):
@@ -67,11 +67,10 @@ class StatisticsStruct(ctypes.Structure):
     _fields_ = (
         ("masks", MaskStruct),
         *((name, ctypes.c_void_p) for name in (*INPUT_FIELDS, *OUTPUT_FIELDS)),
-        *((name, ctypes.c_int64) for name in (*STATISTICS_SIZE_FIELDS, *POSITION_STRIDE_FIELDS)),
+        *((name, ctypes.c_int64) for name in (*STATISTICS_SIZE_FIELDS, *POSITION_STRIDE_FIELDS, *STRIDE_FIELDS)),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
-        ("next", ctypes.c_int64),
-        ("failed", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("next_packed", "next", "failed")),
     )
 
 
@@ -126,28 +125,38 @@ def compute_part(call: Call, lse: Tensor, request: Request) -> dict[str, Tensor]
     """Computes the statistics of some sequences with all of their heads."""
     library = native.load_library("statistics")
     threads, parts = choose_threads_and_parts(call, request)
-    dot, inputs = prepare_score(replace(call, q=call.q.float(), k=call.k.float()))
+    dot, inputs = prepare_score(call)
     assert isinstance(dot.score, Dot)
     inputs |= build_inputs(dot, lse, library.panel_keys(), library.chunk_keys())
     outputs = allocate_outputs(call, request, parts)
+    if request.picture is not None:
+        # Mostly new memory: the pictures of short sequences are larger than everything else.
+        library.request_huge_pages(*address_and_size(outputs["picture"]))
     scale, softcap = base2_scales(dot.score, dot.q.shape[-1])
     mask_tensors = build_mask_tensors(call)
     struct = StatisticsStruct(
         masks=fill_mask_struct(call, mask_tensors),
         **data_pointers(inputs | outputs),
         **struct_sizes(call, request, parts, inputs),
-        **{f"{name}_step": sequence_stride(inputs[f"{name}s"]) for name in ("query_position", "key_position")},
+        **input_strides(inputs),
         scale=scale,
         softcap=softcap,
     )
+    native.run_in_threads(library.pack_keys, struct, threads)
     native.run_in_threads(library.compute_statistics, struct, threads)
     if struct.failed:
         raise MemoryError("out of memory for the row buffers of a pass over the attention matrix")
-    return finish_outputs(call, request, outputs)
+    return finish_outputs(request, outputs)
+
+
+def address_and_size(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+    return ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes)
 
 
 def prepare_score(call: Call) -> tuple[Call, dict[str, Tensor]]:
     """The call as a dot product; for an additive score, exponentials, and its weight and constants as inputs."""
+    if call.q.dtype != torch.float32 or call.k.dtype != torch.float32:
+        call = replace(call, q=call.q.float(), k=call.k.float())
     if not isinstance(call.score, Additive):
         dot = call.with_dot()
         assert dot is not None
@@ -168,23 +177,33 @@ def choose_threads_and_parts(call: Call, request: Request) -> tuple[int, int]:
 
 
 def build_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, Tensor]:
-    """The tensors from which the kernel computes the entries of the matrix."""
-    tile = call.full_tile()
-    # Relative to the first key: far from 0, float32 cannot represent neighboring positions.
-    origin = tile.key_position.amin()
+    """The tensors from which the kernel computes the entries of the matrix, and memory for the packed keys."""
+    q, k = call.q, call.k
     inputs = {
-        "queries": call.q.contiguous(),
-        "keys": pack_keys(call.k, panel),
-        "shift": (finite_lse(lse) * LOG2_E).float().contiguous(),
-        "query_positions": (tile.query_position - origin).float().flatten(1).contiguous(),
-        "key_positions": pad((tile.key_position - origin).float().flatten(1), (0, -call.k.shape[2] % chunk)),
+        "queries": q if q.stride(-1) == 1 else q.contiguous(),
+        "given_keys": k if k.stride(-1) == 1 else k.contiguous(),
+        "keys": k.new_empty(*k.shape[:2], -(-k.shape[2] // panel), k.shape[3], panel),
+        "lse": lse.float().contiguous(),
     }
+    if call.positions is not None:
+        inputs |= build_positions(call, chunk)
     if isinstance(call.bias, ALiBi):
         assert call.bias.slopes is not None
         inputs["slopes"] = call.bias.slopes[call.head_index.flatten()].float() * LOG2_E
     if isinstance(call.bias, Buckets):
         inputs["by_distance"] = bias_by_distance(call, call.bias, chunk)
     return inputs
+
+
+def build_positions(call: Call, chunk: int) -> dict[str, Tensor]:
+    """Given positions as floats, those of the keys with zeros up to a multiple of `chunk`."""
+    tile = call.full_tile()
+    # Relative to the first key: far from 0, float32 cannot represent neighboring positions.
+    origin = tile.key_position.amin()
+    return {
+        "query_positions": (tile.query_position - origin).float().flatten(1).contiguous(),
+        "key_positions": pad((tile.key_position - origin).float().flatten(1), (0, -call.k.shape[2] % chunk)),
+    }
 
 
 def bias_by_distance(call: Call, bias: Buckets, beyond: int) -> Tensor:
@@ -211,7 +230,7 @@ def base2_scales(score: Dot, width: int) -> tuple[float, float]:
 
 
 def allocate_outputs(call: Call, request: Request, parts: int) -> dict[str, Tensor]:
-    """Allocates the outputs: the kernel adds to `received` and to the picture and overwrites the rest."""
+    """Allocates the outputs: the kernel adds to `received` and overwrites the rest."""
     batch, heads, queries = call.q.shape[:3]
     new = call.q.new_zeros(batch, heads, 0, dtype=torch.float32).new_empty
     outputs = {}
@@ -222,12 +241,12 @@ def allocate_outputs(call: Call, request: Request, parts: int) -> dict[str, Tens
     if request.received:
         outputs["received"] = new(batch, heads, parts, call.k.shape[2]).zero_()
     if request.picture is not None:
-        outputs["picture"] = new(batch, heads, *request.picture[:2]).zero_()
+        outputs["picture"] = new(batch, heads, *request.picture[:2])
     if request.largest_logit:
         outputs["largest"] = new(batch, heads, parts).fill_(-torch.inf)
     if request.top:
         outputs["top_values"] = new(batch, heads, queries, request.top)
-        outputs["top_keys"] = new(batch, heads, queries, request.top, dtype=torch.int64)
+        outputs["top_keys"] = new(batch, heads, queries, request.top, dtype=torch.int32)
     return outputs
 
 
@@ -250,13 +269,22 @@ def struct_sizes(call: Call, request: Request, parts: int, inputs: dict[str, Ten
     }
 
 
-def finish_outputs(call: Call, request: Request, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def input_strides(inputs: dict[str, Tensor]) -> dict[str, int]:
+    """The strides of queries and keys, and those of given positions from one sequence to the next."""
+    strides = (*inputs["queries"].stride()[:3], *inputs["given_keys"].stride()[:3])
+    given = [name for name in ("query_position", "key_position") if f"{name}s" in inputs]
+    return dict(zip(STRIDE_FIELDS, strides, strict=True)) | {
+        f"{name}_step": sequence_stride(inputs[f"{name}s"]) for name in given
+    }
+
+
+def finish_outputs(request: Request, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Combines the parts in a fixed order, so that equal calls give equal sums."""
     if request.received:
-        outputs["received"] = outputs["received"].sum(2)
+        received = outputs["received"]
+        outputs["received"] = received.sum(2) if received.shape[2] > 1 else received.squeeze(2)
     if request.largest_logit:
         outputs["largest"] = outputs["largest"].amax(-1) / LOG2_E
-    if request.picture is not None and request.picture[:2] != (call.q.shape[2], call.k.shape[2]):
-        rows, columns, _ = request.picture
-        outputs["picture"] /= picture.block_areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
+    if request.top and not request.int32_keys:
+        outputs["top_keys"] = outputs["top_keys"].long()
     return outputs

@@ -173,7 +173,7 @@ void attend_tokens(TokenAttentionStruct *args)
 static void rank_row(const RankStruct *args, int64_t row)
 {
     const float *logits = args->logits + row * args->vocabulary;
-    TopKeys top = {{0}, {0}};
+    TopKeys top = {{0}, {0}, 0};
     for (int64_t i = 0; i < args->count; i++) top.values[i] = -__builtin_inff();
     for (int64_t start = 0; start < args->vocabulary; start += CHUNK) {
         int64_t count = min_int(CHUNK, args->vocabulary - start);

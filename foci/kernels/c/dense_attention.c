@@ -5,9 +5,9 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "masks.h"
+#include "pages.h"
 #include "product.h"
 
 enum {
@@ -232,19 +232,6 @@ void compute_dense_attention(DenseAttentionStruct *args)
     block->x = (float *)(((uintptr_t)(block->share + rows) + 63) / 64 * 64), block->queries = block->x + rows * step;
     process_blocks(args, block);
     free(block);
-}
-
-/* Request huge pages for newly allocated memory: one page fault for 2 MiB is far cheaper than 512 for small pages. The
-   system may ignore the request. */
-void request_huge_pages(char *memory, int64_t size)
-{
-#if defined(MADV_HUGEPAGE)
-    const uintptr_t page = 1 << 21;
-    uintptr_t first = ((uintptr_t)memory + page - 1) / page * page, last = ((uintptr_t)memory + (uintptr_t)size) / page * page;
-    if (first < last) madvise((void *)first, last - first, MADV_HUGEPAGE);
-#else
-    (void)memory, (void)size;
-#endif
 }
 
 /* The layout of the tensors that weights/dense_attention_c.py allocates. */

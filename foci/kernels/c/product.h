@@ -7,6 +7,13 @@
 /* The number of keys of one product; they are packed as (width, PANEL). */
 enum { PANEL = 3 * LANES };
 
+/* Pack up to PANEL keys, whose rows are `step` apart, as (width, PANEL); the rest is 0. */
+static void pack_panel(const float *keys, int64_t step, int64_t count, int64_t width, float *packed)
+{
+    for (int64_t j = 0; j < PANEL; j++, keys += step)
+        for (int64_t d = 0; d < width; d++) packed[d * PANEL + j] = j < count ? keys[d] : 0;
+}
+
 /* ROWS queries, (width, ROWS), times one panel of keys, minus the shift of each row; `step` is the row stride of x. Not
    inlined, because inside another function the sums would leave the registers. */
 static __attribute__((noinline)) void multiply(

@@ -24,9 +24,18 @@ typedef float floats __attribute__((vector_size(LANES * sizeof(float)), aligned(
 typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef int32_t ints __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
+typedef uint64_t pairs __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef uint32_t half_words __attribute__((vector_size(LANES / 2 * sizeof(float)), may_alias));
+
 static inline floats load(const float *from) { return *(const floats *)from; }
 static inline void store(float *to, floats x) { *(floats *)to = x; }
 static inline floats broadcast(float x) { return x - (floats){0}; }
+static inline ints lane_numbers(void)
+{
+    ints numbers;
+    for (int i = 0; i < LANES; i++) numbers[i] = i;
+    return numbers;
+}
 static inline floats magnitude(floats x) { return (floats)((ints)x & 0x7fffffff); }
 
 static inline floats maximum(floats a, floats b)
@@ -68,6 +77,31 @@ static inline uint64_t lanes_at_least(floats x, floats least)
 #endif
 }
 
+/* Bit i is set if lane i of x is above that of `least`. */
+static inline uint64_t lanes_above(floats x, floats least)
+{
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, (__m512)least, _CMP_GT_OQ);
+#elif defined(__AVX__)
+    return (uint64_t)_mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)least, _CMP_GT_OQ));
+#else
+    uint64_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (uint64_t)(x[i] > least[i]) << i;
+    return bits;
+#endif
+}
+
+static inline float largest_lane(floats x)
+{
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+#endif
+}
+
 static inline float sum_lanes(floats x)
 {
 #if defined(__AVX512F__)
@@ -95,6 +129,15 @@ static inline void sum_lanes_of_four(const floats *x, float *sums)
 #else
     for (int i = 0; i < 4; i++) sums[i] = sum_lanes(x[i]);
 #endif
+}
+
+/* The sums of LANES / 2 pairs of neighbouring lanes. */
+static inline void store_pair_sums(float *to, floats x)
+{
+    pairs bits = (pairs)x;
+    floats sums = x + (floats)(bits >> 32);
+    half_words low = __builtin_convertvector((pairs)sums, half_words);
+    __builtin_memcpy(to, &low, sizeof(low));
 }
 
 /* 2^x = scale (1 + rest): scale is 2 to the nearest integer, a polynomial gives the rest. */
