@@ -143,8 +143,8 @@ class Recorder:
         self.layer_logs: dict[str, LayerLog] = {}
         # The logs of a diffusion model by layer and denoising step.
         self.step_logs: dict[str, dict[int, LayerLog]] = {}
-        # Calls in the steps of a diffusion model, by module, number in the pass, queries and keys: the log, batch and heads
-        # of the first one; None if nothing is kept of it.
+        # Calls in the steps of a diffusion model, by module, number in the pass, queries and keys: the log, batch and
+        # heads of the first one; None if nothing is kept of it.
         self._known_calls: dict[tuple[str, int, int, int], tuple[LayerLog, tuple[int, int]] | None] = {}
         self.calls = 0
         self.attending_modules: dict[str, None] = {}

@@ -54,7 +54,8 @@ class Keep:
         values: whether to keep the norms of the values.
         keys: "text": of a model that attends to text and images, only the exact weights on the keys that are text (not
             its padding), in half precision if the model computes so; no other statistic. Layers that do not attend to
-            text are not recorded.
+            text are not recorded. Of a guided pipeline, whose batch has a half without the prompt, only the other half
+            is.
         queries: "text": only the exact weights of the queries that are text; may be combined with `keys`.
     """
 

@@ -107,13 +107,16 @@ def compute_columns(call: Call, lse: Tensor, keys: slice) -> Tensor:
     return (call.q.to(dtype) @ k.mT).mul_(factor).sub_(finite_lse(lse).unsqueeze(-1)).exp_()
 
 
-@disable_autocast
 def compute_columns_of_short_rows(q: Tensor, k: Tensor, keys: slice | list[int]) -> Tensor:
-    """The columns of some keys, (B, H, Tq, C), of a plain dot product with few keys; without a log-sum-exp."""
+    """The columns of some keys, (B, H, Tq, C), of a plain dot product with few keys: from whole rows, without autocast.
+
+    There is no log-sum-exp, so the model's own call can compute the output.
+    """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    # One copy each, which is contiguous and in this precision; the scale is part of the product.
-    rows, columns = (t.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1) for t in (q, k))
-    logits = torch.baddbmm(rows.new_empty(1), rows, columns.mT, beta=0, alpha=q.shape[-1] ** -0.5)
+    # Of one sequence, whose heads lie in one tensor, these are views if no conversion is needed.
+    queries, all_keys = q.to(dtype).flatten(0, 1), k.to(dtype).flatten(0, 1)
+    # The scale is part of the product, and rounds nothing before it.
+    logits = torch.baddbmm(queries.new_empty(1), queries, all_keys.mT, beta=0, alpha=q.shape[-1] ** -0.5)
     # A softmax would be handed to foci.watch.
     weights: Tensor = logits.log_softmax(-1)[..., keys].exp().unflatten(0, q.shape[:2])
     return weights
