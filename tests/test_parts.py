@@ -32,9 +32,11 @@ def seen_per_head() -> Tensor:
     return randn(B, H, T, T, seed=5) > -0.5
 
 
-def call_of(bias: Bias | None, mask: foci.Mask | Tensor | None = None, device: str = "cpu") -> Call:
+def call_of(
+    bias: Bias | None, mask: foci.Mask | Tensor | None = None, device: str = "cpu", score: foci.Score | None = None
+) -> Call:
     q, k, v = (randn(B, H, T, 16, seed=seed).to(device) for seed in range(3))
-    return prepare_call(q, k, v, Dot(), mask, bias, None, None, 0.0, True)
+    return prepare_call(q, k, v, score or Dot(), mask, bias, None, None, 0.0, True)
 
 
 PARTS = [(slice(0, B), slice(1, H)), (slice(1, B), slice(3, H)), (slice(0, B, 2), slice(1, H, 2))]
@@ -53,15 +55,19 @@ def test_statistics_in_c(kind: str, place: tuple[slice, slice], monkeypatch: pyt
     same(cpu_c.compute_statistics(part, lse, WANTED), streaming.compute_statistics(part, lse, WANTED))
 
 
-@pytest.mark.parametrize("kind", ["none", "alibi", "buckets", "relative"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "masked"),
+    [("none", False), ("none", True), ("alibi", False), ("buckets", True), ("relative", False), ("additive", True)],
+)
 @pytest.mark.parametrize("place", PARTS)
 def test_statistics_by_gpu_kernels(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
     pytest.importorskip("triton")
     from foci.statistics.cuda.plan import launch_statistics
     from tests.kernels.statistics_cases import SMALL
 
-    part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).select(*place)
+    score = foci.Additive(randn(H, 16, seed=6)) if kind == "additive" else None
+    mask = seen_per_head() if masked else foci.causal
+    part = call_of(per_head(kind), mask, DEVICE, score).select(*place)
     _, lse = reference.run(part)
     assert lse is not None
     found = launch_statistics(lse=lse.contiguous(), **cuda.statistics_arguments(part), request=WANTED, config=SMALL)

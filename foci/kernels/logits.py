@@ -58,6 +58,22 @@ def key_range(key_ranges, s: tl.constexpr, i, offset, Tq, Tk, CAUSAL: tl.constex
 
 
 @triton.jit
+def tile_bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
+    """The key tiles that some query sees, first to last, and those that all queries see completely, full to end."""
+    some = high > low
+    least = tl.min(tl.where(some, low, Tk), 0)
+    most = tl.max(tl.where(some, high, 0), 0)
+    first = least // BK
+    last = tl.maximum(tl.cdiv(most, BK), first)
+    if ALWAYS:
+        return first, last, last, last
+    full = tl.cdiv(tl.max(tl.where(inside, low, 0), 0), BK)
+    end = tl.min(tl.where(inside, high, Tk), 0) // BK
+    full = tl.minimum(tl.maximum(full, first), last)
+    return first, last, full, tl.minimum(tl.maximum(end, full), last)
+
+
+@triton.jit
 def apply_masks(
     seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS: tl.constexpr, DENSE: tl.constexpr
 ):

@@ -83,9 +83,9 @@ KINDS: dict[str, Kind] = {
     "relative values": (
         HALF, 64, LENGTH, True, False, lambda d, t: {"bias": foci.Relative(table(65, d), table(65, d))},
     ),
-    "additive": (HALF, 64, LENGTH, True, False, lambda d, t: {"score": foci.Additive(tensor(d)), "mask": foci.causal}),
-    "additive 256": (HALF, 256, LENGTH, True, False, lambda d, t: {"score": foci.Additive(tensor(d))}),
-    "additive float32": (FULL, 64, LENGTH, True, False, lambda d, t: {"score": foci.Additive(table(d))}),
+    "additive": (HALF, 64, LENGTH, True, True, lambda d, t: {"score": foci.Additive(tensor(d)), "mask": foci.causal}),
+    "additive 256": (HALF, 256, LENGTH, True, True, lambda d, t: {"score": foci.Additive(tensor(d))}),
+    "additive float32": (FULL, 64, LENGTH, True, True, lambda d, t: {"score": foci.Additive(table(d))}),
     "additive padding": (
         HALF, 64, LENGTH, True, False,
         lambda d, t: {"score": foci.Additive(tensor(d)), "mask": foci.padding(tensor(2, dtype=torch.int64))},

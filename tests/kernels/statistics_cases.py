@@ -64,6 +64,9 @@ class Case:
     def logits(self) -> Tensor:
         k = self.k.repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
         s = self.q.double() @ k.double().mT
+        if (weight := self.options.get("weight")) is not None:
+            weight = weight.double().view(-1, 1, 1, self.q.shape[-1])
+            s = (weight * torch.tanh(self.q.double().unsqueeze(3) + k.double().unsqueeze(2))).sum(-1)
         if self.options.get("bias_kind") == BEFORE_SCALE:
             s = s + self.biases()
         s = self.scale * s

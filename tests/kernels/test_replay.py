@@ -205,7 +205,7 @@ def test_memory_of_a_pass_over_8192_tokens(wanted: Request, most: int, monkeypat
         monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
     with FakeTensorMode():
         q = torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device="cuda:0")
-        given = KernelTensors(q, q, torch.empty(1, 16, 8192, device="cuda:0"), *[None] * 7)
+        given = KernelTensors(q, q, torch.empty(1, 16, 8192, device="cuda:0"), *[None] * 8)
         found = triton_statistics.plan_pass(given, 0.1, None, True, 0, wanted, hopper.hopper_config(wanted, q.shape[2]))
         launch_plan = found.build_launch_plan()
         early, late = (

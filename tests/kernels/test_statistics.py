@@ -48,6 +48,9 @@ from tests.kernels.statistics_cases import (
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 
+# Exponentials of additive scores overflow on purpose; only the interpreter warns.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+
 
 def span_case(runs: list[list[tuple[int, int]]], **kinds) -> Case:
     """runs[query] is the list of its one or two key ranges."""
@@ -107,8 +110,8 @@ def capped_with_slopes() -> Case:
 
 
 def relative() -> Case:
-    case = causal(heads=(4, 2), queries=40, keys=70, batch=2)
-    table = torch.randn(2, 4, 40, 13, generator=torch.Generator().manual_seed(4)).mul(3).to(DEVICE)
+    case = causal(heads=(2, 1), queries=20, keys=35, width=16, batch=2)
+    table = torch.randn(2, 2, 20, 13, generator=torch.Generator().manual_seed(4)).mul(3).to(DEVICE)
     # Rows with other strides than those of their own size, in memory filled with NaN.
     case.options |= {"bias": within_nan(table, 0), "bias_kind": BEFORE_SCALE, "softcap": 4.0}
     return case
@@ -135,6 +138,30 @@ def buckets_one_query() -> Case:
     return case
 
 
+def additive() -> Case:
+    case = causal(heads=(2, 1), queries=20, keys=35, width=12, batch=2)
+    case.options["weight"] = torch.randn(2, 12, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    case.scale = 1.0
+    return case
+
+
+def additive_two_runs() -> Case:
+    case = two_runs()
+    case.options["weight"] = torch.randn(24, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    # Two and one terms share a reciprocal where exponentials would overflow.
+    case.q[:, :, 5:9] *= 12
+    case.k[:, :, 50:] *= 40
+    case.scale = 1.0
+    return case
+
+
+def additive_masked_rows() -> Case:
+    case = sees_nothing_at_the_start()
+    case.options["weight"] = torch.randn(24, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    case.scale = 1.0
+    return case
+
+
 def with_a_sink() -> Case:
     case = sees_nothing_at_the_start()
     case.sink = torch.tensor([1.0, -2.0], device=DEVICE)
@@ -152,7 +179,8 @@ def one_query() -> Case:
 CASES = [
     no_mask, causal, window, two_runs, some_see_nothing, sees_nothing_at_the_start, documents, dense_mask,
     dense_of_keys, capped_with_slopes, with_a_sink, grouped_heads, one_query,
-    relative, relative_two_runs, buckets, buckets_one_query,
+    relative, relative_two_runs, buckets, buckets_one_query, additive, additive_two_runs,
+    additive_masked_rows,
 ]  # fmt: skip
 ALL = Request(entropy=True, received=True, top=3, largest_logit=True, distance=True)
 
@@ -270,6 +298,19 @@ def test_half_precision_inputs(dtype: torch.dtype) -> None:
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
     # Weights are rounded to float16 before they are summed.
+    torch.testing.assert_close(got["picture"].double(), pooled(weights, 3, 5, "mean"), rtol=5e-4, atol=1e-7)
+    check_top(got, case, 4, KEPT)
+
+
+@pytest.mark.parametrize("width", [8, pytest.param(300, marks=pytest.mark.slow)])
+def test_additive_scores_in_half_precision(width: int) -> None:
+    case = Case(heads=(2, 1), queries=17, keys=33, width=width, dtype=torch.float16, sharp=0.3)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(4)).div(width**0.5).to(DEVICE, torch.float16)
+    case.options["weight"], case.scale = weight, 1.0
+    weights, _ = case.truth()
+    got = case.run(Request(entropy=True, received=True, picture=(3, 5, "mean"), top=4))
+    close(got["entropy"], torch.special.entr(weights).sum(-1))
+    close(got["received"], weights.sum(-2), 1e-5)
     torch.testing.assert_close(got["picture"].double(), pooled(weights, 3, 5, "mean"), rtol=5e-4, atol=1e-7)
     check_top(got, case, 4, KEPT)
 
@@ -504,6 +545,9 @@ def test_default_config_with_small_inputs() -> None:
         ({"request": Request(picture=(2, 3, "sum"))}, "'mean' or 'max', got 'sum'"),
         ({"k": torch.zeros(1, 3, 40, 24)}, "G a divisor of 2"),
         ({"k": torch.zeros(1, 2, 40, 24, dtype=torch.float16)}, "q and k must be both float16, bfloat16 or float32"),
+        ({"bias": torch.zeros(1, 2, 1, 4), "bias_kind": 1}, r"bias must have shape .*got \(1, 2, 1, 4\)"),
+        ({"bias": torch.zeros(1, 2, 1, 5)}, "bias_kind must be 1 or 2 with a bias, else 0, got 0"),
+        ({"weight": torch.zeros(23)}, r"weight must have shape \(24\), got \(23,\)"),
         ({"dense": torch.zeros(24, 40, dtype=torch.bool)}, r"dense must have shape .*got \(24, 40\)"),
     ],
 )
@@ -557,6 +601,19 @@ def test_a_sequence_has_the_same_statistics_in_every_batch(wanted: Request, budg
         assert {name: torch.equal(x, together[name][b : b + 1]) for name, x in alone.items()} == dict.fromkeys(
             alone, True
         )
+
+
+@pytest.mark.parametrize("make", [additive, relative])
+def test_other_scores_have_the_same_statistics_in_every_batch(make) -> None:
+    case = make()
+    together, rows = case.run(ALL), case.truth()[1].float()
+    for b in range(2):
+        part = slice(b, b + 1)
+        options = case.options | ({"bias": case.options["bias"][part]} if make is relative else {})
+        alone = launch_statistics(
+            case.q[part], case.k[part], rows[part], scale=case.scale, request=ALL, config=SMALL, **options
+        )
+        assert {name: torch.equal(x, together[name][part]) for name, x in alone.items()} == dict.fromkeys(alone, True)
 
 
 def test_candidates_of_long_sequences_take_little_memory() -> None:

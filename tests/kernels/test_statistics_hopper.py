@@ -212,15 +212,19 @@ def test_plan_of_an_empty_call(shape: tuple[int, ...], monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("hopper_here")
-def test_kernels_of_distance_biases() -> None:
-    """All biases but a float tensor have their statistics in one pass, as foci.plan says."""
+def test_kernels_of_other_scores() -> None:
+    """Additive scores and all biases but a float tensor have their statistics in one pass, as foci.plan says."""
     with FakeTensorMode():
-        shapes = ((1, 2, 4, 64), (2, 9, 64), (2, 1, 64), (8, 2), (2,), (4, 4))
-        q, table, short_table, by_bucket, slopes, dense = (torch.zeros(shape, device="cuda") for shape in shapes)
+        shapes = ((1, 2, 4, 64), (2, 9, 64), (2, 1, 64), (8, 2), (2,), (4, 4), (64,))
+        q, table, short_table, by_bucket, slopes, dense, weight = (
+            torch.zeros(shape, device="cuda") for shape in shapes
+        )
         buckets = foci.Buckets(by_bucket, bidirectional=True, max_distance=12)
         for bias in (foci.Relative(table, table), foci.Relative(table), buckets, foci.ALiBi(slopes)):
             call = prepare_call(q, q, q, Dot(softcap=2.0), foci.causal, bias, None, None, 0.0, True)
             assert describe_statistics_backend(call) == "triton, in one pass"
+        additive = prepare_call(q, q, q, foci.Additive(weight), foci.causal, None, None, None, 0.0, True)
+        assert describe_statistics_backend(additive) == "triton, in one pass"
         for bias, reason in ((dense, "a float tensor as a bias"), (foci.Relative(short_table), "a clip of 1 to")):
             call = prepare_call(q, q, q, Dot(), None, bias, None, None, 0.0, True)
             assert reason in " ".join(cuda.refuses(call))

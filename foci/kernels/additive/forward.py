@@ -21,8 +21,7 @@ import triton.language as tl
 
 from foci.kernels.additive.exponentials import ADDITIVE_LENGTHS, NO_EXPONENT, TWO_LOG2_E
 from foci.kernels.dropout import dropout_keeps
-from foci.kernels.logits import LOG2_E, apply_masks, key_range
-from foci.kernels.statistics.tiles import tile_bounds
+from foci.kernels.logits import LOG2_E, apply_masks, key_range, tile_bounds
 
 # The largest exponent (base 2) of a product of denominators, and of a single exponential.
 MAX_PRODUCT_EXPONENT = tl.constexpr(124.0)

@@ -34,8 +34,7 @@ from foci.kernels.additive.forward import (
     visible_in_range,
 )
 from foci.kernels.dropout import dropout_keeps
-from foci.kernels.logits import LOG2_E, MASKED_LOGIT, key_range
-from foci.kernels.statistics.tiles import tile_bounds
+from foci.kernels.logits import LOG2_E, MASKED_LOGIT, key_range, tile_bounds
 
 # The largest exponent (base 2) of one denominator, of which two are multiplied.
 MAX_PAIR_EXPONENT = tl.constexpr(60.0)

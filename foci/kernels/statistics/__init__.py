@@ -9,5 +9,6 @@ picture: pictures of the largest weight of each cell
 sort: the largest values of each row
 topk: the top keys of each query, selected from the candidates of the pass
 biased_logits: logits with softcap, ALiBi and row tables
+additive_logits: logits of additive scores
 merge: merges the partial results of the programs
 """

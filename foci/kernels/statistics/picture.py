@@ -10,6 +10,7 @@ tiles, and pooling is a reshape. Means do not need this: tiles.py sums by produc
 import triton
 import triton.language as tl
 
+from foci.kernels.additive.forward import sum_tanh_directly
 from foci.kernels.logits import apply_masks, key_range, load_lse
 from foci.kernels.statistics.biased_logits import entry_logits, locate_bias
 
@@ -17,6 +18,7 @@ from foci.kernels.statistics.biased_logits import entry_logits, locate_bias
 LENGTHS = [
     "H", "group", "Tq", "Tk", "rows", "columns", "key_ranges_batch", "query_ids_batch", "key_ids_batch",
     "dense_batch", "dense_head", "dense_query", "dense_key", "bias_batch", "bias_head", "bias_query", "clip",
+    "weight_head",
 ]  # fmt: skip
 
 
@@ -34,13 +36,13 @@ def cell_at(index, cells, length):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def pool_picture(
-    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, out,
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, weight, out,
     H, group, Tq, Tk, D, rows, columns,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
-    bias_batch, bias_head, bias_query, clip, scale, softcap,
+    bias_batch, bias_head, bias_query, clip, weight_head, scale, softcap,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, ADDITIVE: tl.constexpr, PTX: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -61,6 +63,7 @@ def pool_picture(
     lse += pair.to(tl.int64) * Tq
     out += pair.to(tl.int64) * rows * columns
     bias = locate_bias(bias, b, h, 0, bias_batch, bias_head, bias_query)
+    weight += h.to(tl.int64) * weight_head
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes + h)
@@ -91,21 +94,24 @@ def pool_picture(
         for part in range((HEIGHT // TALL) * (WIDTH // WIDE)):
             i = top + (part // (WIDTH // WIDE)) * BQ + down % TALL
             j = left + (part % (WIDTH // WIDE)) * BK + across % WIDE
-            queries = tl.load(
-                q + i.to(tl.int64)[:, None] * q_query + d[None, :],
-                mask=(i < bottom)[:, None] & (d < D)[None, :],
-                other=0.0,
-            )
-            keys = tl.load(
-                k + j.to(tl.int64)[:, None] * k_key + d[None, :],
-                mask=(j < right)[:, None] & (d < D)[None, :],
-                other=0.0,
-            )
-            dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
-            z = entry_logits(
-                dots, bias, i[:, None], j[None, :], offset, Tq, clip, bias_query, slope, scale, softcap,
-                TABLE, SOFTCAP, ALIBI,
-            )  # fmt: skip
+            if ADDITIVE:
+                z = sum_tanh_directly(q, q_query, i[:, None], Tq, k, k_key, j[None, :], Tk, weight, D, PTX)
+            else:
+                queries = tl.load(
+                    q + i.to(tl.int64)[:, None] * q_query + d[None, :],
+                    mask=(i < bottom)[:, None] & (d < D)[None, :],
+                    other=0.0,
+                )
+                keys = tl.load(
+                    k + j.to(tl.int64)[:, None] * k_key + d[None, :],
+                    mask=(j < right)[:, None] & (d < D)[None, :],
+                    other=0.0,
+                )
+                dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
+                z = entry_logits(
+                    dots, bias, i[:, None], j[None, :], offset, Tq, clip, bias_query, slope, scale, softcap,
+                    TABLE, SOFTCAP, ALIBI,
+                )  # fmt: skip
             seen = tl.zeros((BQ, BK), tl.int1)
             for run in tl.static_range(RANGES if RANGES > 0 else 1):
                 low, high = key_range(key_ranges, run, i, offset, Tq, Tk, CAUSAL, RANGES)

@@ -11,6 +11,7 @@ B batch, H heads, Tq queries, Tk keys, D width. A pair is one head of one batch 
 import triton
 import triton.language as tl
 
+from foci.kernels.additive.forward import sum_tanh_directly
 from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, key_range, load_lse
 from foci.kernels.statistics.biased_logits import entry_logits, locate_bias
 
@@ -20,6 +21,7 @@ NO_KEY = tl.constexpr(2147483647)
 LENGTHS = [
     "H", "group", "Tq", "Tk", "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head",
     "dense_query", "dense_key", "bias_batch", "bias_head", "bias_query", "clip",
+    "weight_head",
 ]  # fmt: skip
 
 
@@ -42,14 +44,14 @@ def store_top_keys(x, j, rows, values, keys, inside, TOP: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def short_statistics(
-    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias,
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, weight,
     entropy, distance, received, picture, top_values, top_keys, largest,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
-    bias_batch, bias_head, bias_query, clip, scale, softcap,
+    bias_batch, bias_head, bias_query, clip, weight_head, scale, softcap,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, ADDITIVE: tl.constexpr, PTX: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, PICTURE: tl.constexpr,
     TOP: tl.constexpr, LARGEST: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
@@ -63,28 +65,37 @@ def short_statistics(
     k += b * k_batch + (h // group).to(tl.int64) * k_head
     first_row = pair.to(tl.int64) * Tq
     bias = locate_bias(bias, b, h, 0, bias_batch, bias_head, bias_query)
+    weight += h.to(tl.int64) * weight_head
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes + h)
     d = tl.arange(0, BD)
     columns = tl.arange(0, BK)
     j = columns[None, :]
-    keys = tl.load(
-        k + columns.to(tl.int64)[:, None] * k_key + d[None, :],
-        mask=(columns < Tk)[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
+    if not ADDITIVE:
+        keys = tl.load(
+            k + columns.to(tl.int64)[:, None] * k_key + d[None, :],
+            mask=(columns < Tk)[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
     total = tl.zeros((BK,), tl.float32)
     highest = tl.full((BQ,), -float("inf"), tl.float32)
     for start in range(0, Tq, BQ):
         one = start + tl.arange(0, BQ)
         i = one[:, None]
         inside = one < Tq
-        queries = tl.load(
-            q + one.to(tl.int64)[:, None] * q_query + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
-        )
-        dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
-        z = entry_logits(dots, bias, i, j, offset, Tq, clip, bias_query, slope, scale, softcap, TABLE, SOFTCAP, ALIBI)
+        if ADDITIVE:
+            z = sum_tanh_directly(q, q_query, i, Tq, k, k_key, j, Tk, weight, D, PTX)
+        else:
+            queries = tl.load(
+                q + one.to(tl.int64)[:, None] * q_query + d[None, :],
+                mask=inside[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
+            z = entry_logits(
+                dots, bias, i, j, offset, Tq, clip, bias_query, slope, scale, softcap, TABLE, SOFTCAP, ALIBI
+            )
         seen = j < 0
         for run in tl.static_range(RANGES if RANGES > 0 else 1):
             low, high = key_range(key_ranges + b * key_ranges_batch, run, one, offset, Tq, Tk, CAUSAL, RANGES)

@@ -20,7 +20,8 @@ B batch, H heads, Tq queries, Tk keys, D width. A pair is one head of one batch 
 import triton
 import triton.language as tl
 
-from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, key_range, load_lse
+from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, key_range, load_lse, tile_bounds
+from foci.kernels.statistics.additive_logits import load_additive_block, transposed_additive_logits
 from foci.kernels.statistics.biased_logits import load_bias_ends, locate_bias, transposed_tile_logits
 
 # Weights are multiplied by it where they are rounded to float16: small ones keep their digits, and the sums of 128
@@ -60,22 +61,6 @@ def round_up_to_half(x, TAG_BITS: tl.constexpr):
     # Rounding to float16 loses at most half of 2**-10 of the value, or of 2**-24 for tiny values.
     above = tl.maximum(bare + tl.abs(bare) * 0.0009765625 + 6e-8, -65504.0)
     return tl.where(x > MASKED_LOGIT / 2, above, -float("inf")).to(tl.float16)
-
-
-@triton.jit
-def tile_bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
-    """The key tiles that some query sees, first to last, and those that all queries see completely, full to end."""
-    some = high > low
-    least = tl.min(tl.where(some, low, Tk), 0)
-    most = tl.max(tl.where(some, high, 0), 0)
-    first = least // BK
-    last = tl.maximum(tl.cdiv(most, BK), first)
-    if ALWAYS:
-        return first, last, last, last
-    full = tl.cdiv(tl.max(tl.where(inside, low, 0), 0), BK)
-    end = tl.min(tl.where(inside, high, Tk), 0) // BK
-    full = tl.minimum(tl.maximum(full, first), last)
-    return first, last, full, tl.minimum(tl.maximum(end, full), last)
 
 
 @triton.jit
@@ -273,13 +258,14 @@ def write_earlier_tile(
 @triton.jit
 def process_tile(
     t, tag, queries, i, first_i, lse, low, high, weights, slope, bias, bias_rows, bias_left, bias_right,
-    k, k_tiles, batch, key_head,
+    additive, q, q_query, k, k_tiles, batch, key_head,
     columns, picture, picture_row, lines, row_cells,
     query_ids, key_ids, dense, dense_query, dense_key,
     entropy, distance, largest, best, second, third, cells_before, column_before, sums, tile_before,
     offset, Tq, Tk, D, k_key, clip, scale, softcap, picture_lines, picture_columns,
     MASKED: tl.constexpr, RANGES: tl.constexpr, TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    IDS: tl.constexpr, DENSE: tl.constexpr,
+    ADDITIVE: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    MAX_SHARED: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, CELLS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
@@ -291,7 +277,9 @@ def process_tile(
     j = t * BK + tl.arange(0, BK)
     d = tl.arange(0, BD)
     places = k + tl.cast(t * BK, tl.int64) * k_key + tl.arange(0, BK)[:, None] * k_key + d[None, :]
-    if TMA:
+    if ADDITIVE:
+        keys = queries
+    elif TMA:
         # The copy engine (TMA) needs no threads, and fills in zeros past the last key.
         keys = tl.reshape(k_tiles.load([batch, key_head, t * BK, 0]), (BK, BD))
     elif MASKED:
@@ -303,7 +291,8 @@ def process_tile(
     if RECEIVED and not DEFER:
         # Loaded before the product, so that it has arrived when it is needed.
         before = tl.load(columns + j, mask=j < Tk, other=0.0)
-    dots = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (BK, BQ)
+    if not ADDITIVE:
+        dots = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (BK, BQ)
     if DEFER:
         # This overlaps with the product of this tile.
         cells_before, column_before = write_earlier_tile(
@@ -312,10 +301,15 @@ def process_tile(
             RECEIVED, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
         )  # fmt: skip
         tile_before = t
-    z = transposed_tile_logits(
-        dots, bias, bias_rows, bias_left, bias_right, first_i, t * BK, offset, clip, slope, scale, softcap,
-        TABLE, SOFTCAP, ALIBI, PTX, BQ, BK,
-    )  # fmt: skip
+    if ADDITIVE:
+        z = transposed_additive_logits(
+            additive, t, first_i, q, q_query, Tq, k, k_key, Tk, D, BQ, BK, MT, NT, DP, BD, CHUNK, MAX_SHARED, PTX
+        )
+    else:
+        z = transposed_tile_logits(
+            dots, bias, bias_rows, bias_left, bias_right, first_i, t * BK, offset, clip, slope, scale, softcap,
+            TABLE, SOFTCAP, ALIBI, PTX, BQ, BK,
+        )  # fmt: skip
     x = z - lse[None, :]
     if MASKED:
         seen = j[:, None] < high[None, :]
@@ -375,21 +369,24 @@ LENGTHS = [
     "H", "group", "Tq", "Tk", "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head",
     "dense_query", "dense_key", "weights_batch", "weights_head", "slots", "first_pair", "first_tile", "tiles",
     "picture_rows", "picture_columns", "picture_lines", "bias_batch", "bias_head", "bias_query", "clip",
+    "weight_head", "headed",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def tile_statistics(
-    q, k, k_tiles, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, query_weights,
+    q, k, k_tiles, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, weight,
+    E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude, query_weights,
     entropy, distance, largest, columns, picture, best, second, third, counter,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key, weights_batch, weights_head,
-    bias_batch, bias_head, bias_query, clip, scale, softcap,
+    bias_batch, bias_head, bias_query, clip, weight_head, headed, scale, softcap,
     slots, first_pair, first_tile, tiles,
     picture_rows, picture_columns, picture_lines,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, ADDITIVE: tl.constexpr,
+    MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, MAX_SHARED: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, CELLS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
@@ -443,12 +440,19 @@ def tile_statistics(
         if place < tiles:
             tile = first_tile + tiles - 1 - place
             i = tile * BQ + tl.arange(0, BQ)
-            queries = tl.load(
-                q + (tile * BQ).to(tl.int64) * q_query + tl.arange(0, BQ)[:, None] * q_query + d[None, :],
-                mask=(i[:, None] < Tq) & (d[None, :] < D),
-                other=0.0,
-            )
             rows = load_lse(lse, i, Tq)
+            queries, additive = rows, rows
+            if ADDITIVE:
+                additive = load_additive_block(
+                    E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude, weight,
+                    pair, tile, b, h, H, group, Tq, Tk, headed, weight_head, DP, BD, BQ, BK,
+                )  # fmt: skip
+            else:
+                queries = tl.load(
+                    q + (tile * BQ).to(tl.int64) * q_query + tl.arange(0, BQ)[:, None] * q_query + d[None, :],
+                    mask=(i[:, None] < Tq) & (d[None, :] < D),
+                    other=0.0,
+                )
             tile_bias = locate_bias(bias, b, h, tile * BQ, bias_batch, bias_head, bias_query)
             bias_rows, bias_left, bias_right = load_bias_ends(tile_bias, tile * BQ, Tq, clip, bias_query, BQ, TABLE)
             picture_row = (tile * BQ) // CELL_QUERIES
@@ -511,12 +515,14 @@ def tile_statistics(
                             ) = process_tile(
                                 u * SEGMENTS + s, u, queries, i, tile * BQ, rows, low, high, weights, slope,
                                 tile_bias, bias_rows, bias_left, bias_right,
-                                k, k_tiles, pair // H, h // group, columns, into_picture, picture_row, lines, row_cells,
+                                additive, q, q_query, k, k_tiles, pair // H, h // group,
+                                columns, into_picture, picture_row, lines, row_cells,
                                 query_ids, key_ids, dense, dense_query, dense_key,
                                 sum_entropy, sum_distance, highest, first_best, next_best, third_best,
                                 cells, column, sums, tile_before, offset, Tq, Tk, D, k_key, clip, scale, softcap,
                                 picture_lines, picture_columns,
-                                kind == 0, RANGES, TABLE, SOFTCAP, ALIBI, IDS, DENSE,
+                                kind == 0, RANGES, TABLE, SOFTCAP, ALIBI, ADDITIVE, MT, NT, DP, CHUNK, MAX_SHARED,
+                                IDS, DENSE,
                                 ENTROPY, DISTANCE, LARGEST, RECEIVED, WEIGHTED,
                                 PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, CELLS, EXACT, PTX, TOP, TAG_BITS,
                                 BQ, BK, BD, EVEN, PRECISION, TMA, DEFER,

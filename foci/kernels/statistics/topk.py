@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, key_range, load_lse
+from foci.kernels.statistics.additive_logits import additive_terms
 from foci.kernels.statistics.biased_logits import entry_logits, locate_bias
 from foci.kernels.statistics.sort import has_ties, merge_larger_halves, reverse_list, select_largest, sort_lists
 
@@ -28,7 +29,7 @@ FLAGS_PER_WORD = tl.constexpr(16)
 LENGTHS = [
     "H", "group", "Tq", "Tk", "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head",
     "dense_query", "dense_key", "first_pair", "first_query", "queries", "segments", "tags",
-    "bias_batch", "bias_head", "bias_query", "clip",
+    "bias_batch", "bias_head", "bias_query", "clip", "weight_head",
 ]  # fmt: skip
 
 
@@ -141,11 +142,12 @@ def reload_candidates(best, second, x, column, queries, CLASSES: tl.constexpr, L
 
 @triton.jit(do_not_specialize=LENGTHS)
 def choose_topk(
-    q, k, lse, slopes, bias, best, second, third, values, keys, largest_logits, flags, listed, counter,
+    q, k, lse, slopes, bias, weight, best, second, third, values, keys, largest_logits, flags, listed, counter,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, bias_batch, bias_head, bias_query, clip,
-    scale, softcap, first_pair, first_query, queries, segments,
-    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, LARGEST: tl.constexpr,
+    weight_head, scale, softcap, first_pair, first_query, queries, segments,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, ADDITIVE: tl.constexpr, PTX: tl.constexpr,
+    EXACT: tl.constexpr, LARGEST: tl.constexpr,
     TOP: tl.constexpr, CLASSES: tl.constexpr, LOG_N: tl.constexpr, LOG: tl.constexpr, BK: tl.constexpr,
     TAG_BITS: tl.constexpr, LABEL_BITS: tl.constexpr,
     R: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
@@ -185,10 +187,13 @@ def choose_topk(
             slope = tl.load(slopes + h)
         q += b * q_batch + h.to(tl.int64) * q_head
         k += b * k_batch + (h // group).to(tl.int64) * k_head
+        own_weight = weight + h.to(tl.int64) * weight_head
         # Products go through the memory of the weights, because threads that read a key together share a query.
         for n in range(TOP):
             one = value_at_slot(found, n)[:, None]
-            dots = key_dot_products(q, k, i, one, valid, one >= 0, D, q_query, k_key, BD, STEP, EVEN)
+            dots = key_products(
+                q, k, own_weight, i, one, valid, one >= 0, D, q_query, k_key, ADDITIVE, PTX, BD, STEP, EVEN
+            )
             tl.store(values + into + n, dots, mask=valid[:, None])
         tl.debug_barrier()
         y = tl.load(values + into + slot, mask=found >= 0, other=0.0)
@@ -215,10 +220,11 @@ def choose_topk(
 
 
 @triton.jit
-def key_dot_products(
-    q, k, i, j, valid, there, D, q_query, k_key, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr
+def key_products(
+    q, k, weight, i, j, valid, there, D, q_query, k_key,
+    ADDITIVE: tl.constexpr, PTX: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The dot product of query i with each key j, if both exist: i (R,), j (R, N) -> (R, N)."""
+    """The score of query i and each key j before the scale, if both exist: i (R,), j (R, N) -> (R, N)."""
     shape: tl.constexpr = (j.shape[0], j.shape[1], STEP)
     total = tl.zeros(shape, tl.float32)
     row = q + i.to(tl.int64)[:, None, None] * q_query
@@ -231,7 +237,11 @@ def key_dot_products(
         a = tl.load(row + d, mask=valid if EVEN else valid & (d < D), other=0.0)
         b = tl.load(keys + d, mask=there if EVEN else there & (d < D), other=0.0)
         # Reduced at the end: a sum across lanes in every iteration would delay the next keys.
-        total += a.to(tl.float32) * b.to(tl.float32)
+        if ADDITIVE:
+            w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+            total += additive_terms(a.to(tl.float32), b.to(tl.float32), w, PTX)
+        else:
+            total += a.to(tl.float32) * b.to(tl.float32)
     return tl.sum(total, 2)
 
 
@@ -309,14 +319,15 @@ def propagate_nan(lse, values, keys, valid, there):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def refine_topk(
-    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias,
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, weight,
     flags, listed, counter, values, keys, largest_logits,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
-    bias_batch, bias_head, bias_query, clip, scale, softcap, segments, tags,
+    bias_batch, bias_head, bias_query, clip, weight_head, scale, softcap, segments, tags,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LARGEST: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, ADDITIVE: tl.constexpr, PTX: tl.constexpr,
+    LARGEST: tl.constexpr,
     TOP: tl.constexpr, SLOTS: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr,
     READ: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -336,12 +347,16 @@ def refine_topk(
         query = q + b * q_batch + h.to(tl.int64) * q_head
         others = k + b * k_batch + (h // group).to(tl.int64) * k_head
         mask = dense + b * dense_batch + h.to(tl.int64) * dense_head
+        own_weight = weight + h.to(tl.int64) * weight_head
         own_bias = locate_bias(bias, b, h, 0, bias_batch, bias_head, bias_query)
         row = load_lse(lse + pair.to(tl.int64) * Tq, one, Tq)[:, None]
         line = at.to(tl.int64) * TOP + tl.zeros((1, 1), tl.int64)
         flag = tl.load(flags + at.to(tl.int64) * (CLASSES // FLAGS_PER_WORD) + words)  # (1, CLASSES // WORD)
         chosen = tl.load(keys + line + slot, mask=slot < TOP, other=-1)
-        y = key_dot_products(query, others, one, chosen, one < Tq, chosen >= 0, D, q_query, k_key, BD, STEP, EVEN)
+        y = key_products(
+            query, others, own_weight, one, chosen, one < Tq, chosen >= 0, D, q_query, k_key,
+            ADDITIVE, PTX, BD, STEP, EVEN,
+        )  # fmt: skip
         y = entry_logits(
             y, own_bias, one[:, None], chosen, offset, Tq, clip, bias_query, slope, scale, softcap,
             TABLE, SOFTCAP, ALIBI,
@@ -368,7 +383,10 @@ def refine_topk(
                     Tq, Tk, IDS, DENSE,
                 )  # fmt: skip
                 if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
-                    z = key_dot_products(query, others, one, j, one < Tq, seen, D, q_query, k_key, BD, STEP, EVEN)
+                    z = key_products(
+                        query, others, own_weight, one, j, one < Tq, seen, D, q_query, k_key,
+                        ADDITIVE, PTX, BD, STEP, EVEN,
+                    )  # fmt: skip
                     z = entry_logits(
                         z, own_bias, one[:, None], j, offset, Tq, clip, bias_query, slope, scale, softcap,
                         TABLE, SOFTCAP, ALIBI,

@@ -14,6 +14,7 @@ divergence: the divergence of two matrices.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.biases import Buckets, DenseBias, Relative
 from foci.gpu import attention, mask_inputs
+from foci.gpu.additive import MAX_ADDITIVE_WIDTH
 from foci.gpu.attention import row_table
 from foci.gpu.attention.arguments import HeadSlices
 from foci.gpu.launcher import KERNEL_DTYPES
@@ -38,8 +40,9 @@ def refuses(call: Call, request: Request | None = None, averaged: bool = False) 
     if not has_triton():
         return ["Triton is not installed"]
     reasons = []
-    if isinstance(call.score, Additive):
-        reasons.append("the score is additive, not a dot product")
+    is_additive = isinstance(call.score, Additive)
+    if is_additive and call.bias is not None:
+        reasons.append("an additive score together with a bias is not supported")
     if isinstance(call.bias, DenseBias):
         reasons.append("a float tensor as a bias is not supported")
     reasons += attention.distance_bias_refusals(call)
@@ -47,8 +50,9 @@ def refuses(call: Call, request: Request | None = None, averaged: bool = False) 
         reasons.append(f"{call.q.dtype} is not supported")
     if call.positions is not None:
         reasons.append("given positions are not supported")
-    if not 0 < max(call.q.shape[-1], call.k.shape[-1]) <= MAX_WIDTH:
-        reasons.append(f"widths from 1 to {MAX_WIDTH} are supported")
+    widest = MAX_ADDITIVE_WIDTH if is_additive else MAX_WIDTH
+    if not 0 < max(call.q.shape[-1], call.k.shape[-1]) <= widest:
+        reasons.append(f"widths from 1 to {widest} are supported")
     if request is not None and request.top > MAX_TOP_KEYS:
         reasons.append(f"at most {MAX_TOP_KEYS} top keys are supported")
     if averaged:
@@ -64,7 +68,7 @@ def describe_kernel(call: Call, request: Request | None = None) -> str:
     if hopper.hopper_device_refusals(call.q.device):
         failure = hopper.gluon_failure(call.q.device.index or 0) if major_capability(call.q.device.index) == 9 else None
         return "triton, in one pass" + (f" (the Gluon kernel failed its self-check: {failure})" if failure else "")
-    if isinstance(call.bias, Buckets | Relative):
+    if isinstance(call.bias, Buckets | Relative) or isinstance(call.score, Additive):
         return "triton, in one pass"
     unused = torch.empty(call.q.shape[:3], device=call.q.device)
     if hopper.refuses(common_arguments(lse=unused, **statistics_arguments(call)), weighted=False, request=request):
@@ -97,9 +101,13 @@ def split_by_row_table(call: Call) -> list[HeadSlices]:
 
 def statistics_arguments(call: Call) -> dict[str, Any]:
     """The call as keyword arguments of `launch_statistics`."""
+    masks = mask_inputs.build_kernel_masks(call)
+    visible = {field.name: getattr(masks, field.name) for field in fields(masks)}
+    if isinstance(call.score, Additive):
+        weight = call.score.weight.detach()
+        return {"q": call.q, "k": call.k, "scale": 1.0, "softcap": None, "slopes": None, "weight": weight, **visible}
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
-    masks = mask_inputs.build_kernel_masks(call)
     table, buckets, keys, _, slopes, _ = attention.bias_tensors(call)
     bias, bias_kind = None, 0
     if keys is not None:
@@ -114,9 +122,5 @@ def statistics_arguments(call: Call) -> dict[str, Any]:
         "slopes": slopes,
         "bias": bias,
         "bias_kind": bias_kind,
-        "causal": masks.causal,
-        "key_ranges": masks.key_ranges,
-        "query_ids": masks.query_ids,
-        "key_ids": masks.key_ids,
-        "dense": masks.dense,
+        **visible,
     }

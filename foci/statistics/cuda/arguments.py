@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foci.arguments import HALF_DTYPES
+from foci.gpu.additive import MAX_ADDITIVE_WIDTH
 from foci.gpu.launcher import KERNEL_DTYPES, DescriptorArgument, batch_stride
 from foci.runtime.device import is_hopper_or_later
 from foci.runtime.tracing import is_traced
@@ -27,7 +28,8 @@ BEFORE_SCALE, AFTER_SCALE = 1, 2
 class KernelTensors(NamedTuple):
     """The tensors of a call; all but the first three may be None.
 
-    bias (B or 1, H, Tq or 1, W): a row table as in kernels/distance_bias/forward.py.
+    bias (B or 1, H, Tq or 1, W): a row table as in kernels/distance_bias/forward.py. weight (D,) or (H, D): that
+    of an additive score.
     """
 
     q: Tensor
@@ -39,6 +41,7 @@ class KernelTensors(NamedTuple):
     dense: Tensor | None
     slopes: Tensor | None
     bias: Tensor | None = None
+    weight: Tensor | None = None
     query_weights: Tensor | None = None
 
     @property
@@ -56,10 +59,9 @@ class KernelTensors(NamedTuple):
             dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
         if weights is not None:
             weights = (weights if weights.dim() == 3 else weights[None, None]).contiguous()
-        key_ranges, query_ids, key_ids, slopes = (
-            None if x is None else x.contiguous() for x in (self.key_ranges, self.query_ids, self.key_ids, self.slopes)
-        )
-        return KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, self.bias, weights)
+        others = (self.key_ranges, self.query_ids, self.key_ids, self.slopes, self.weight)
+        key_ranges, query_ids, key_ids, slopes, weight = (None if x is None else x.contiguous() for x in others)
+        return KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, self.bias, weight, weights)
 
     def by_name(self) -> dict[str, Tensor]:
         """The tensors by name; lse stands for missing ones, which no kernel reads."""
@@ -73,7 +75,7 @@ COMMON_TENSORS = TENSOR_NAMES[:-1]
 
 def check_arguments(tensors: KernelTensors, causal: bool, bias_kind: int, request: Request) -> None:
     """Raises where the kernels do not support the arguments."""
-    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, query_weights = tensors
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, weight, query_weights = tensors
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q and k must be (B, H, Tq, D) and (B, G, Tk, D), got {tuple(q.shape)} and {tuple(k.shape)}")
     batch, heads, queries, width = q.shape
@@ -83,8 +85,9 @@ def check_arguments(tensors: KernelTensors, causal: bool, bias_kind: int, reques
         )
     if q.dtype != k.dtype or q.dtype not in KERNEL_DTYPES:
         raise TypeError(f"q and k must be both float16, bfloat16 or float32, got {q.dtype} and {k.dtype}")
-    if not 0 < width <= MAX_WIDTH:
-        raise ValueError(f"the width D must be from 1 to {MAX_WIDTH}, got {width}")
+    widest = MAX_WIDTH if weight is None else MAX_ADDITIVE_WIDTH
+    if not 0 < width <= widest:
+        raise ValueError(f"the width D must be from 1 to {widest}, got {width}")
     if min(q.numel(), k.numel()) == 0:
         raise ValueError(f"q and k must not be empty, got {tuple(q.shape)} and {tuple(k.shape)}")
     if causal and key_ranges is not None:
@@ -102,6 +105,8 @@ def check_arguments(tensors: KernelTensors, causal: bool, bias_kind: int, reques
     check_tensor("bias", bias, [one, (heads,), (1, queries), (distances,)], [torch.float32])
     if (bias is None) != (bias_kind == 0) or bias_kind not in (0, BEFORE_SCALE, AFTER_SCALE):
         raise ValueError(f"bias_kind must be {BEFORE_SCALE} or {AFTER_SCALE} with a bias, else 0, got {bias_kind}")
+    per_head = [(heads,)] if weight is not None and weight.dim() == 2 else []
+    check_tensor("weight", weight, [*per_head, (width,)], list(KERNEL_DTYPES))
     check_tensor("dense", dense, [one, (1, heads), (1, queries), (1, keys)], [torch.bool])
     whole = query_weights is not None and query_weights.dim() == 3
     check_tensor(
@@ -149,9 +154,10 @@ def common_arguments(
     dense: Tensor | None,
     bias: Tensor | None = None,
     bias_kind: int = 0,
+    weight: Tensor | None = None,
 ) -> dict[str, Any]:
     """The tensors and scalars that every kernel takes."""
-    prepared = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias).to_kernel_layout()
+    prepared = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, weight).to_kernel_layout()
     tensors = prepared.by_name()
     return {name: tensors[name] for name in COMMON_TENSORS} | statistics_scalars(
         prepared, scale, softcap, causal, bias_kind
@@ -175,6 +181,8 @@ def statistics_scalars(
         "dense_batch": strides[0], "dense_head": strides[1], "dense_query": strides[2], "dense_key": strides[3],
         "bias_batch": steps[0], "bias_head": steps[1], "bias_query": steps[2],
         "clip": 0 if bias is None else bias.shape[3] // 2, "TABLE": bias_kind,
+        "weight_head": q.shape[3] if tensors.weight is not None and tensors.weight.dim() == 2 else 0,
+        "ADDITIVE": tensors.weight is not None, "PTX": q.device.type == "cuda" and torch.version.hip is None,
         "scale": float(scale), "softcap": float(softcap or 0.0),
         "CAUSAL": causal, "RANGES": 0 if key_ranges is None else key_ranges.shape[1],
         "IDS": tensors.query_ids is not None, "DENSE": dense is not None,

@@ -76,6 +76,7 @@ def mask_refusals(arguments: dict[str, Any]) -> list[str]:
         "SOFTCAP": "softcap",
         "ALIBI": "ALiBi",
         "TABLE": "a row table",
+        "ADDITIVE": "an additive score",
     }
     return [f"{kind} is not supported" for name, kind in kinds.items() if arguments[name]]
 

@@ -11,16 +11,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.gpu.additive.arguments import (
+    AdditiveOptions,
+    AdditiveTiling,
+    additive_scalars,
+    count_blocks,
+    exponentials_workspace,
+    tile_arguments,
+)
 from foci.gpu.launcher import KeywordLaunch, count_multiprocessors
 from foci.statistics.cuda import hopper
-from foci.statistics.cuda.arguments import COMMON_TENSORS
+from foci.statistics.cuda.arguments import COMMON_TENSORS, KernelTensors
 from foci.statistics.cuda.tiling import KeyClasses, LaunchRange, PictureCells, TileConfig
 from foci.statistics.request import Request
 
 # The common scalars that the top-k kernel takes.
 TOPK_SCALARS = (
     *("H", "group", "Tq", "Tk", "D", "q_batch", "q_head", "q_query", "k_batch", "k_head", "k_key"),
-    *("bias_batch", "bias_head", "bias_query", "clip", "scale", "softcap", "TABLE", "SOFTCAP", "ALIBI", "BD"),
+    *("bias_batch", "bias_head", "bias_query", "clip", "weight_head", "scale", "softcap"),
+    *("TABLE", "SOFTCAP", "ALIBI", "ADDITIVE", "PTX", "BD"),
 )
 # The tag of a key replaces the lowest bits of its logit. If it takes more bits than this, the logit is too inexact and
 # is computed again. The number of bits grows with the keys per class: up to 4 top keys exceed it in sequences of over
@@ -57,11 +66,48 @@ def build_tile_launch(
     own: dict[str, Any] = {"first_pair": part.first_pair, "first_tile": part.first_tile, "tiles": part.tiles}
     own |= {"BQ": config.queries, "BK": config.keys, "EVEN": fills_padded_width(scalars)}
     own |= {"PRECISION": statistics_dot_precision(q), "TMA": bindings["k_tiles"] == "k_tiles"}
-    own |= {"EXACT": q.dtype == torch.float32, "PTX": q.device.type == "cuda" and torch.version.hip is None}
+    own |= {"EXACT": q.dtype == torch.float32}
     own |= {"MASK_ALL": config.mask_all, "DEFER": config.defer_sums and can_defer_sums(common)}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return KeywordLaunch(
         kernel, (part.pairs * common["slots"],), COMMON_BINDINGS | bindings, scalars | common | own, options
+    )
+
+
+class Exponentials(NamedTuple):
+    """What the tile kernel takes for an additive score: the launch that computes exponentials, and its results."""
+
+    scalars: dict[str, Any]
+    bindings: dict[str, str]
+    arrays: dict[str, tuple[int, torch.dtype]]
+    launches: list[KeywordLaunch]
+
+
+ADDITIVE_SCALARS = ("headed", "MT", "NT", "DP", "CHUNK", "MAX_SHARED")
+# In the order of the workspace of the forward.
+EXPONENTIALS = ("E", "F", "table", "sizes", "constants", "q_max", "k_max", "q_magnitude", "k_magnitude")
+
+
+def plan_exponentials(tensors: KernelTensors, config: TileConfig) -> Exponentials:
+    """The exponentials of an additive score, as its forward computes them; nothing for other scores."""
+    q, k, weight = tensors.q, tensors.k, tensors.weight
+    if weight is None:
+        return Exponentials(dict.fromkeys(ADDITIVE_SCALARS, 1), dict.fromkeys(EXPONENTIALS, "lse"), {}, [])
+    from foci.kernels.additive.exponentials import prepare_exponentials as kernel
+
+    tiling = AdditiveTiling(config.queries, config.keys, warps=config.warps)
+    no_options = AdditiveOptions(None, None, None, None, None, False, 0.0)
+    scalars = additive_scalars(q, k, k, weight, no_options) | tile_arguments(q, k, tiling)
+    scalars |= {"ROW_GROUP": tiling.queries}
+    sizes = exponentials_workspace(q, k, weight, tiling)
+    names = {name: name for name in ("q", "k", "weight", *EXPONENTIALS)}
+    own = {name: scalars[name] for name in kernel.arg_names if name not in names}
+    launch = KeywordLaunch(kernel, (count_blocks(q, k, tiling),), names, own, {"num_warps": 4})
+    return Exponentials(
+        {name: scalars[name] for name in ADDITIVE_SCALARS},
+        {name: name for name in EXPONENTIALS},
+        {name: (sizes[name], torch.float32) for name in EXPONENTIALS},
+        [launch],
     )
 
 
@@ -125,7 +171,7 @@ def build_topk_launch(
         "LABEL_BITS": max(classes.tag_bits, (max(2 * classes.number, 2 << log) - 1).bit_length()),
         "R": TOPK_QUERIES, "STEP": min(scalars["BD"], 32), "EVEN": fills_padded_width(scalars),
     }  # fmt: skip
-    names = ("q", "k", "lse", "slopes", "bias", "best", "second", "third", "flags", "listed", "counter")
+    names = ("q", "k", "lse", "slopes", "bias", "weight", "best", "second", "third", "flags", "listed", "counter")
     return KeywordLaunch(
         kernel,
         (-(-queries // TOPK_QUERIES), part.pairs),

@@ -30,6 +30,7 @@ from foci.statistics.cuda.arguments import (
 )
 from foci.statistics.cuda.passes import OutputSpec, PassPlan, StatisticsPass
 from foci.statistics.cuda.tiling import (
+    ADDITIVE_CONFIG,
     CLASSES_PER_BOUND,
     MAX_CANDIDATE_BYTES,
     SHORT_LENGTH,
@@ -70,6 +71,7 @@ def launch_statistics(
     dense: Tensor | None = None,
     bias: Tensor | None = None,
     bias_kind: int = 0,
+    weight: Tensor | None = None,
     query_weights: Tensor | None = None,
     request: Request,
     config: TileConfig | None = None,
@@ -83,12 +85,14 @@ def launch_statistics(
     dense: bool, broadcast to (B, H, Tq, Tk). A key is visible where all given masks allow it.
     bias (B or 1, H, Tq or 1, 2 clip + 1) float32: row tables, the bias of each distance from -clip to clip, which
     larger ones share; of bias_kind BEFORE_SCALE or AFTER_SCALE.
+    weight (D,) or (H, D): of an additive score, weightᵀ tanh(q + k) in place of q kᵀ; it has scale 1, no softcap and no
+    bias.
     query_weights (B, H, Tq) or (Tq,): how much each query counts in `received`.
 
     Returns by name: "entropy" (B, H, Tq), "received" (B, H, Tk), "picture" (B, H, rows, columns),
     "top_values" and "top_keys" (B, H, Tq, k), "largest" (B, H), "distance" (B, H, Tq).
     """
-    tensors = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, query_weights)
+    tensors = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, weight, query_weights)
     options = float(scale), None if softcap is None else float(softcap), causal, bias_kind, request, config
     if is_traced(q):
         return plan_pass(tensors, *options).run_traced(tensors.to_kernel_layout())
@@ -146,6 +150,8 @@ def choose_config(arguments: dict[str, Any], weighted: bool, request: Request) -
     """The config of the kernel for Hopper where it supports the call, else that of the Triton kernel."""
     if not hopper.refuses(arguments, weighted, request):
         return hopper.hopper_config(request, arguments["Tk"])
+    if arguments["ADDITIVE"]:
+        return ADDITIVE_CONFIG
     queries, keys = arguments["Tq"], arguments["Tk"]
     short = max(queries, keys) < SHORT_LENGTH
     config = default_config(arguments["D"], arguments["q"].dtype, request, is_tma_compatible(arguments["k"]), short)
@@ -179,10 +185,14 @@ def plan_tile_pass(tensors: KernelTensors, scalars: dict[str, Any], request: Req
     }
     common |= {"RECEIVED": request.received, "TOP": request.top > 0, "slots": per_pair}
     common |= {"SEGMENTS": classes.segments, "TAG_BITS": classes.tag_bits}
+    exponentials = launches.plan_exponentials(tensors, config)
+    common |= exponentials.scalars
     bindings = bind_tile_outputs(request, cells, partials) | {
         "k_tiles": "k_tiles" if "k_tiles" in descriptors else "lse"
     }
-    plan = PassPlan(plan_outputs(q, keys, request, partials), arrays, partials, [], descriptors)
+    bindings |= exponentials.bindings
+    arrays |= exponentials.arrays
+    plan = PassPlan(plan_outputs(q, keys, request, partials), arrays, partials, exponentials.launches, descriptors)
     for part in parts:
         plan.launches.append(launches.build_tile_launch(scalars, common, bindings, part, config, q))
         if request.top:

@@ -66,6 +66,10 @@ class TileConfig:
         return min(tile * (self.queries // self.strip_queries), self.strips) * queries // self.strips
 
 
+# For additive scores: the logits take most of the time.
+ADDITIVE_CONFIG = TileConfig(queries=64, keys=64, warps=4, stages=1, programs_per_sm=2, mask_all=True)
+
+
 def default_config(width: int, dtype: torch.dtype, request: Request, use_tma: bool, short: bool) -> TileConfig:
     """Large tiles for half precision; float32 takes three products per tile and twice the memory.
 
