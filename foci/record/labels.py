@@ -127,7 +127,7 @@ class Labels:
         leading: the number of positions (class token, registers) before the first patch.
         images: the images, uint8 (B, height, width, 3).
         seconds: the duration of a frame.
-        sounds: the recordings, int16 (B, samples).
+        sounds: the recordings, int16 (B, samples); among tokens, what the segments of frames hear, one after the other.
         rate: the samples per second of `sounds`.
         segments: in a sequence of several kinds, such as the input of a vision-language model, the positions that are
             patches or frames; `kind` is that of the others.
@@ -278,7 +278,7 @@ class Labels:
         pictures = [shrink_picture(each) for each in to_pictures(image)]
         rows, columns = self.grid or (0, 0)
         if len(pictures) != self.batch:
-            raise ValueError(f"image must be {self.batch} images, one for each sequence, got {len(pictures)}")
+            raise ValueError(f"image must have one picture for each of {self.batch} sequences, got {len(pictures)}")
         for height, width in (picture.shape[:2] for picture in pictures):
             if abs(height * columns / (width * rows) - 1) > 0.5 / max(rows, columns):
                 raise ValueError(

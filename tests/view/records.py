@@ -1,5 +1,7 @@
 """Small records with known weights, for the tests of views."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -148,3 +150,19 @@ def plain_image(grid: tuple[int, int]) -> Record:
     rows = torch.eye(count) * 0.5 + 0.5 / count
     layer = Layer("blocks.0", matrix=rows[None, None], queries="patches", keys="patches")
     return Record({"blocks.0": layer}, {"patches": labels}, model="VisionTransformer", calls=1, answer="a night")
+
+
+def words_and_sound() -> Record:
+    """A question before and an answer after 8 frames of two tones: "low" attends to the first, "high" to the second."""
+    rate, seconds = 8000, 0.1
+    times = torch.arange(8 * 800) / rate
+    tones = torch.where(times < 0.4, (2 * torch.pi * 500 * times).sin(), (2 * torch.pi * 2500 * times).sin())
+    texts = ["What", " do", " you", " hear", "?", *[""] * 8, " First", " low", ",", " then", " high", "."]
+    rows = torch.full((2, len(texts), len(texts)), 0.1).tril()
+    rows[:, 14, 5:9] = rows[:, 17, 9:13] = 2.0
+    rows /= rows.sum(-1, keepdim=True)
+    labels = Labels.tokens([texts]).with_segments([Segment("frames", start=5, columns=8, seconds=seconds)])
+    sounds = (20_000 * tones).to(torch.int16)[None]
+    labels = replace(labels, sounds=sounds, rate=rate, seconds=seconds)
+    layers = {f"layers.{i}": Layer(f"layers.{i}", index=i, matrix=rows[None]) for i in range(2)}
+    return Record(layers, {"input": labels}, model="AudioLanguage", calls=2)

@@ -262,6 +262,42 @@ def test_a_word_lights_up_its_time_and_a_time_tints_its_words(look: Look) -> Non
         assert words.nth(1).get_attribute("title") == ""
 
 
+@pytest.mark.parametrize("width", [1280, 420])
+def test_a_sound_among_words(width: int, look: Look) -> None:
+    """The frames of a recording lie in the middle of a text."""
+    with look(records.words_and_sound()) as tab:
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.get_by_role("tab", name="Sound").click()
+        settle(tab)
+        words = tab.locator(".soundview .chip")
+        assert words.all_inner_texts() == ["What", "do", "you", "hear", "?", "First", "low", ",", "then", "high", "."]
+        canvas = tab.locator("canvas.sound")
+        box = canvas.bounding_box()
+        script = """(canvas, x) => canvas.getContext("2d")
+            .getImageData(canvas.width * x, canvas.height * 0.1, 1, 1).data.slice(0, 3).reduce((a, b) => a + b)"""
+
+        def find_lit_frames() -> list[int]:
+            settle(tab)
+            places = [(16 + (box["width"] - 32) * (frame + 0.6) / 8) / box["width"] for frame in range(8)]
+            levels = [canvas.evaluate(script, place) for place in places]
+            return [frame for frame, level in enumerate(levels) if level > max(levels) / 2]
+
+        words.get_by_text("low").hover()
+        assert find_lit_frames() == [0, 1, 2, 3]
+        words.get_by_text("high").hover()
+        assert find_lit_frames() == [4, 5, 6, 7]
+        tab.mouse.move(box["x"] + 16 + (box["width"] - 32) * 5.5 / 8, box["y"] + 40)
+        settle(tab)
+        shares = {word.inner_text(): float(word.get_attribute("title").strip("<%") or 0) for word in words.all()}
+        assert max(shares, key=lambda word: shares[word]) == "high"
+        canvas.focus()
+        tab.mouse.move(2, 2)
+        tab.keyboard.press("Enter")
+        settle(tab)
+        assert tab.locator(".ranked-title").inner_text() == "“0.00s” is attended to by"
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+
+
 def test_a_sound_is_saved_with_its_record(tmp_path: Path) -> None:
     record_sound().save(tmp_path / "x.foci")
     loaded, made = Record.load(tmp_path / "x.foci").labels["source"], record_sound().labels["source"]

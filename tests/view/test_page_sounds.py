@@ -1,9 +1,16 @@
 """Spectrograms of the page: frequencies, times, loudness and sizes."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from foci.record.record import Record
+from foci.view.page import document
 from foci.view.page.sounds import compute_spectrogram
+from tests.view import records
+from tests.view.pages import decode_array, read_payload
 
 
 def test_a_tone_lies_at_its_frequency_and_time() -> None:
@@ -23,3 +30,26 @@ def test_the_size_is_bounded_and_silence_is_black(length: int, rate: int) -> Non
     assert picture.shape[0] == 64
     assert 1 <= picture.shape[1] <= 400
     assert int(picture.max()) == 0
+
+
+def test_frames_among_tokens_have_their_recording() -> None:
+    record = records.words_and_sound()
+    header, arrays = read_payload(document.render_html(record))
+    (found,) = header["labels"]
+    assert (found["sound"], found["seconds"], found["frames"]) == (8000, 0.1, [[*range(5, 13)]])
+    assert found["texts"][0][5:7] == ["0.00s", "0.10s"]
+    assert decode_array(header, arrays, "spectrogram.0").shape[:2] == (1, 64)
+    # Samples without frames have no place in the text.
+    labels = replace(record.labels["input"], segments=())
+    alone = Record(record.layers, {"input": labels}, model="AudioLanguage")
+    assert read_payload(document.render_html(alone))[0]["labels"][0]["sound"] is None
+
+
+def test_frames_among_tokens_are_saved(tmp_path: Path) -> None:
+    record = records.words_and_sound()
+    record.save(tmp_path / "x.foci")
+    loaded, made = Record.load(tmp_path / "x.foci").labels["input"], record.labels["input"]
+    assert loaded.sounds is not None
+    assert made.sounds is not None
+    assert torch.equal(loaded.sounds, made.sounds)
+    assert (loaded.rate, loaded.seconds, loaded.segments) == (made.rate, made.seconds, made.segments)

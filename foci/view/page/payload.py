@@ -281,6 +281,7 @@ def describe_labels(
 ) -> dict[str, Any]:
     """Describe the labels of a sequence; long texts are cut."""
     add_sounds(arrays, number, labels, max_sequences)
+    frames = [list_frames(labels, i) for i in range(min(max_sequences, labels.batch))]
     return {
         "kind": labels.kind,
         "texts": [
@@ -292,8 +293,18 @@ def describe_labels(
         "leading": labels.leading,
         "seconds": labels.seconds if labels.seconds is not None and math.isfinite(labels.seconds) else None,
         # The samples per second of the recording.
-        "sound": None if labels.sounds is None else labels.rate,
+        "sound": labels.rate if labels.sounds is not None and (labels.kind == "frames" or any(frames)) else None,
+        # Among tokens, the positions of the frames of the recording; None if all positions are.
+        "frames": None if labels.kind == "frames" else frames,
     }
+
+
+def list_frames(labels: Labels, sequence: int) -> list[int]:
+    """List the positions of the audio frames among the tokens of a sequence."""
+    if labels.sounds is None:
+        return []
+    parts = [each for each in labels.segments if each.kind == "frames" and each.sequence == sequence]
+    return [position for each in parts for position in range(each.start, each.stop)]
 
 
 def truncate_with_length(text: str) -> str:

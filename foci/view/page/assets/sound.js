@@ -1,5 +1,5 @@
 // A recording as a spectrogram and a waveform, and the words that were heard. Pointing at a word lights up the time that
-// it attends to; pointing at a time tints the words that attend to it.
+// it attends to; pointing at a time tints the words that attend to it. The frames may lie among the words.
 
 import { button, cssColor, draw, make, oncePerFrame, onPress, prepareCanvas } from "./dom.js";
 import { createScale, formatPercent, shade, textColor } from "./colors.js";
@@ -42,15 +42,22 @@ export class SoundView {
     this.words = [];
   }
 
-  // The axis of the layer that is a recording, with its labels; null if there is none.
+  // The axis of the layer that has a recording, its labels and the positions of its frames; null if there is none.
   sounding(layer) {
     const side = ["keys", "queries"].find((one) => this.store.labels(layer, one).sound);
-    return side ? { side, labels: this.store.labels(layer, side), count: layer[side === "keys" ? "Tk" : "Tq"] } : null;
+    if (!side) return null;
+    const labels = this.store.labels(layer, side);
+    const frames = labels.frames?.[this.state.seq] ?? null;
+    if (frames && !frames.length) return null;
+    const count = frames ? frames.length : layer[side === "keys" ? "Tk" : "Tq"];
+    return { side, labels, frames, count, at: (frame) => (frames ? frames[frame] : frame) };
   }
 
   direction() {
     const { layer } = this.focus;
-    return layer.self ? this.state.direction : this.sounding(layer).side === "queries" ? "to" : "from";
+    const { side, frames } = this.sounding(layer);
+    if (layer.self) return frames ? "from" : this.state.direction;
+    return side === "queries" ? "to" : "from";
   }
 
   point(position, direction = this.direction()) {
@@ -73,21 +80,21 @@ export class SoundView {
   }
 
   key(event) {
-    const { count } = this.sounding(this.focus.layer);
+    const { count, at } = this.sounding(this.focus.layer);
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (step) {
       this.cursor = Math.min(Math.max(this.cursor + step, 0), count - 1);
-      this.point(this.cursor);
-    } else if (event.key === "Enter" || event.key === " ") this.pick(this.cursor, event.shiftKey);
+      this.point(at(this.cursor));
+    } else if (event.key === "Enter" || event.key === " ") this.pick(at(this.cursor), event.shiftKey);
     else return;
     event.preventDefault();
   }
 
   frameAt(event) {
-    const { count } = this.sounding(this.focus.layer);
+    const { count, at } = this.sounding(this.focus.layer);
     const box = this.canvas.getBoundingClientRect();
-    const at = Math.floor(((event.clientX - box.left - SIDE) / (box.width - 2 * SIDE)) * count);
-    return at >= 0 && at < count ? at : null;
+    const frame = Math.floor(((event.clientX - box.left - SIDE) / (box.width - 2 * SIDE)) * count);
+    return frame >= 0 && frame < count ? at(frame) : null;
   }
 
   samples(labels) {
@@ -124,7 +131,7 @@ export class SoundView {
     if (this.state.hover === null) this.chosenDirection = this.state.direction;
     const found = this.sounding(focus.layer);
     this.note.textContent = found ? "" : "This head does not attend to the recording: select one that does.";
-    this.updateWords(found && !focus.layer.self ? found.side : null);
+    this.updateWords(found && (!focus.layer.self || found.frames) ? found : null);
     if (found && this.loaded !== this.state.seq) {
       this.loaded = this.state.seq;
       this.audio.src = URL.createObjectURL(encodeWav(this.samples(found.labels), found.labels.sound));
@@ -132,27 +139,31 @@ export class SoundView {
     this.redraw();
   }
 
-  // The tokens of the text beside the recording; they stay while the selection changes.
-  updateWords(soundSide) {
+  // The tokens of the text beside the recording, or around its frames; they stay while the selection changes.
+  updateWords(found) {
     const { store, state, focus } = this;
-    const side = soundSide === "keys" ? "queries" : "keys";
-    const units = soundSide ? getUnits(store, state, focus.layer, side) : { count: 0 };
-    const key = [focus.layer.labels, soundSide, state.seq, units.count].join();
+    const isMixed = Boolean(found && focus.layer.self);
+    const side = found?.side === "keys" && !isMixed ? "queries" : "keys";
+    const units = found ? getUnits(store, state, focus.layer, side) : { count: 0 };
+    const key = [focus.layer.labels, found?.side, state.seq, units.count].join();
     if (key !== this.wordKey) {
       this.wordKey = key;
-      const direction = soundSide === "keys" ? "to" : "from";
-      this.words = Array.from({ length: Math.min(units.count, MAX_WORDS) }, (_, u) => this.chip(units, u, direction));
-      this.chips.replaceChildren(...this.words);
+      const direction = found?.side === "keys" ? "to" : "from";
+      const frames = new Set(isMixed ? found.frames : []);
+      const shown = Array.from({ length: units.count }, (_, u) => u).filter((u) => !frames.has(units.start[u]));
+      this.words = shown.slice(0, MAX_WORDS).map((u) => ({ u, element: this.chip(units, u, direction) }));
+      this.chips.replaceChildren(...this.words.map(({ element }) => element));
     }
-    const isTarget = focus.other === side && focus.picks.length > 0;
-    const known = this.words.map((_, u) => (isTarget ? focus.units[u] : 0));
+    const isTarget = (isMixed ? !focus.to : focus.other === side) && focus.picks.length > 0;
+    const isSource = isMixed ? focus.to : focus.from === side;
+    const known = this.words.map(({ u }) => (isTarget ? focus.units[u] : 0));
     const scale = createScale(state.scale, known, 0);
-    this.words.forEach((element, u) => {
-      const [level, direction] = [0.8 * scale.of(known[u]), focus.to ? "to" : "from"];
-      element.setAttribute("aria-pressed", String(focus.from === side && focus.picks.includes(u)));
+    this.words.forEach(({ u, element }, i) => {
+      const [level, direction] = [0.8 * scale.of(known[i]), focus.to ? "to" : "from"];
+      element.setAttribute("aria-pressed", String(isSource && focus.picks.includes(u)));
       element.style.backgroundColor = level ? shade(direction, level) : "";
       element.style.color = level ? textColor(direction, level) : "";
-      element.title = isTarget ? formatPercent(known[u]) : "";
+      element.title = isTarget ? formatPercent(known[i]) : "";
     });
   }
 
@@ -170,7 +181,10 @@ export class SoundView {
     const { focus, state } = this;
     const found = this.sounding(focus.layer);
     const colored = found && focus.picks.length && (focus.layer.self || found.side === focus.other);
-    return colored ? createScale(state.scale, focus.units, focus.uniform) : null;
+    if (!colored) return null;
+    const { units, targets, uniform } = focus;
+    // Among words, the largest weight of a frame has the full color.
+    return createScale(state.scale, found.frames ? found.frames.map((at) => units[targets.of[at]]) : units, uniform);
   }
 
   render() {
@@ -210,23 +224,24 @@ export class SoundView {
   }
 
   // Calls paint(level, box) for each frame, with its level from 0 to 1.
-  forEachFrame(box, { count }, paint) {
+  forEachFrame(box, { count, at }, paint) {
     const scale = this.scale();
     if (!scale) return;
     const { units, targets } = this.focus;
     for (let j = 0; j < count; j++) {
-      const [x0, x1] = [j, j + 1].map((at) => Math.round(box.x + (at / count) * box.width));
-      paint(Math.min(1, scale.of(units[targets.of[j]])), [x0, box.y, x1 - x0, box.height]);
+      const [x0, x1] = [j, j + 1].map((edge) => Math.round(box.x + (edge / count) * box.width));
+      paint(Math.min(1, scale.of(units[targets.of[at(j)]])), [x0, box.y, x1 - x0, box.height]);
     }
   }
 
-  drawChosen(pen, box, { side, count }) {
+  drawChosen(pen, box, { side, count, frames }) {
     if (!this.focus.layer.self && side !== this.focus.from) return;
     pen.lineWidth = 2;
     pen.strokeStyle = cssColor("--accent");
     for (const u of this.focus.picks) {
-      const at = this.focus.sources.start[u];
-      pen.strokeRect(box.x + (at / count) * box.width, box.y + 1, Math.max(2, box.width / count), box.height - 2);
+      const start = this.focus.sources.start[u];
+      const frame = frames ? frames.indexOf(start) : start;
+      if (frame >= 0) pen.strokeRect(box.x + (frame / count) * box.width, box.y + 1, Math.max(2, box.width / count), box.height - 2);
     }
     pen.lineWidth = 1;
   }
