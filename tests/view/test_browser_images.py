@@ -176,3 +176,33 @@ def test_two_records_are_compared(look: Look, browser: Any, tmp_path: Path) -> N
         for name in ("Text", "Map", "Heads"):
             tab.get_by_role("tab", name=name).click()
             settle(tab)
+
+
+def test_a_narrow_page_shows_all_maps(look: Look) -> None:
+    """The page is as long as what it shows: no map is cut off, and none scrolls out of sight inside of it."""
+    script = "view => [view.scrollHeight, view.clientHeight]"
+    with look(records.words_and_images(heads=8)) as tab:
+        tab.set_viewport_size({"width": 420, "height": 700})
+        settle(tab)
+        height, shown = tab.locator(".imageview").evaluate(script)
+        assert height == shown
+        assert tab.locator(".headmap").count() == 8
+        bottom = tab.locator(".imageview").bounding_box()
+        last = tab.locator(".headmap").last.bounding_box()
+        assert last["y"] + last["height"] <= bottom["y"] + bottom["height"]
+        heights = {tab.locator(".imageview").evaluate(script)[0] for _ in range(3) if not settle(tab)}
+        assert heights == {height}
+
+
+def test_a_narrow_comparison_shows_all_maps(browser: Any, tmp_path: Path) -> None:
+    foci.compare(records.words_and_images(), records.words_and_images()).save(tmp_path / "x.html")
+    with opened(browser, f"file://{tmp_path / 'x.html'}") as tab:
+        tab.set_viewport_size({"width": 420, "height": 700})
+        settle(tab)
+        height, shown = tab.locator(".comparebody").evaluate("body => [body.scrollHeight, body.clientHeight]")
+        assert height == shown
+        view, maps = tab.locator(".compareview").bounding_box(), tab.locator(".comparebody canvas")
+        assert maps.count() == 3
+        last = maps.last.bounding_box()
+        assert last["y"] + last["height"] <= view["y"] + view["height"]
+        assert tab.evaluate("document.documentElement.scrollWidth") == 420
