@@ -6,7 +6,7 @@ H heads, Tk keys; rows x columns of the map.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,7 +147,7 @@ def find_key(record: Record, layers: Sequence[Layer], query: Any, batch: int) ->
 
 
 def check_positions(query: Any, length: int) -> list[int]:
-    numbers = [query] if isinstance(query, int) else list(query)
+    numbers = list(query) if isinstance(query, Iterable) else [query]
     if not numbers or not all(isinstance(n, int) and -length <= n < length for n in numbers):
         raise ValueError(f"query must be a word or positions from {-length} to {length - 1}, got {query!r}")
     return [number % length for number in numbers]
@@ -223,6 +223,9 @@ def weigh_words_of_patches(
 
 def select_layers(record: Record, layer: Any, batch: int, axis: int = 1) -> list[Layer]:
     """The layers that attend to images: all of them, the named one, or a group; with axis 0 those of images to text."""
+    sequences = max((each.shape[0] for each in record.layers.values()), default=1)
+    if not isinstance(batch, int) or not 0 <= batch < sequences:
+        raise ValueError(f"batch must be from 0 to {sequences - 1}, got {batch!r}")
     if axis == 0:
         with_images = [each for each in record.layers.values() if shows_image_to_text(record, each, batch)]
     else:
@@ -260,7 +263,8 @@ def get_image(record: Record, layer: Layer, image: int, batch: int, axis: int = 
     """The segments of one image among the keys of a layer; with axis 0 among its queries."""
     images = record.labels_of(layer)[axis].grids(batch)
     if not isinstance(image, int) or isinstance(image, bool) or not 0 <= image < len(images):
-        raise ValueError(f"image must be from 0 to {len(images) - 1}, got {image!r}")
+        received = repr(image) if isinstance(image, int) else f"a {type(image).__name__}"
+        raise ValueError(f"image must be from 0 to {len(images) - 1}, got {received}")
     return images[image]
 
 

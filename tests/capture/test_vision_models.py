@@ -130,7 +130,7 @@ def test_show_draws_an_image_in_one_line() -> None:
     assert images.shape == (1, 32, 32, 3)
     with pytest.raises(ValueError, match=r"image must have the proportions of 4 x 4 patches, got 20 x 32 pixels"):
         seen.show(torch.zeros(20, 32, 3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="image must be 1 images, one for each sequence, got 2"):
+    with pytest.raises(ValueError, match="image must have one picture for each of 1 sequences, got 2"):
         seen.show(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
     without = foci.Record.from_tensors([torch.eye(3).view(1, 1, 3, 3)])
     with pytest.raises(ValueError, match=r"got one without: give the grid with seen.label\(foci.Labels.patches"):
@@ -245,6 +245,16 @@ def test_torchvision() -> None:
     seen = record(model.eval(), draw())
     assert (seen.labels["input"].grid, seen.labels["input"].leading, seen.unseen) == ((4, 4), 1, [])
     assert seen.image_map("class token").shape == (4, 4)
+    inputs: list[Tensor] = []
+    modules = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    for module in modules:
+        module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.no_grad():
+        model(draw())
+        for number, (module, x) in enumerate(zip(modules, [*inputs], strict=True)):
+            exact = module(x, x, x, need_weights=True, average_attn_weights=False)[1]
+            found = seen.image_map("class token", layer=number, head="each")
+            torch.testing.assert_close(found, exact[0, :, 0, 1:].unflatten(-1, (4, 4)), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
