@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.biases import Bias, DenseBias
+from foci.call import DEFAULT_SCORE
 from foci.masks.base import Mask, as_mask, split_conjunction
 from foci.masks.kinds import Causal, Padding, Prefix, Window, causal, padding
 from foci.masks.tile import CallSizes
@@ -68,6 +69,14 @@ class GenerationStep:
             needs_lse=call.needs_lse, batch_ids=call.batch_ids, head_ids=call.head_ids,
         )  # fmt: skip
         return cls(without_keys, held.lse, call.k.shape[2], fingerprints)
+
+    @classmethod
+    def from_token(cls, q: Tensor, k: Tensor, lse: Tensor) -> GenerationStep:
+        """The step of a call (B, H, T, D) without a mask and of the default score."""
+        nothing, shape, keys = k[:, :, :0], q.shape, k.shape[2]
+        sizes = CallSizes((shape[0],), shape[1], shape[2], keys, q.device)
+        call = Call(q, nothing, nothing, sizes, DEFAULT_SCORE, needs_lse=True)
+        return cls(call, lse, keys, (fingerprint(q), fingerprint(lse)))
 
     @property
     def queries(self) -> int:

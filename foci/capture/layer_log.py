@@ -73,6 +73,7 @@ class LayerLog:
         shape: batch, heads and key/value heads.
         text: the queries and keys of the last call that are text, if only their weights are kept.
         first_pending: the first call, if its statistics are computed with those of other layers.
+        pending_queries: the number of queries in `steps`, with `keep`.
         windows: how the layer cuts its grid of patches into windows, if it does.
     """
 
@@ -103,6 +104,7 @@ class LayerLog:
     text: TextPositions | None = None
     windows: Windows | None = None
     first_pending: PendingCall | None = None
+    pending_queries: int = 0
 
     @property
     def is_cross(self) -> bool:
@@ -163,7 +165,7 @@ class LayerLog:
         batch, heads, queries, keys = weights.shape
         if not self.passes:
             self.first_call, self.shape = (queries, keys), (batch, heads, weights.tensors.call.k.shape[1])
-        self._compare_key_prefix(weights, k)
+        self._compare_key_prefix(k, self.rows is None and self.text is None and k is weights.tensors.call.k)
         rows = self.select_rows(queries)
         self.query_numbers.append(shift_numbers(rows, self.queries))
         self.query_positions.append(shift_numbers(rows, keys - queries))
@@ -182,7 +184,7 @@ class LayerLog:
         elif not self.passes:
             self._add_pending(weights, values)
         else:
-            self._add_kept_step(weights, values)
+            self._add_kept_step(GenerationStep.from_weights(weights), weights.tensors.call.k, values)
         self.passes.append(number)
         self.queries, self.keys = self.queries + queries, keys
 
@@ -200,9 +202,27 @@ class LayerLog:
             return numbers[self.rows]
         return numbers if self.rows is None else [numbers[row] for row in self.rows if -queries <= row < queries]
 
-    def _compare_key_prefix(self, weights: Weights, k: Tensor) -> None:
+    def is_continued_by_token(self, q: Tensor, k: Tensor) -> bool:
+        """Whether a call (B, H, T, D) is the next step of a generation: one query, and one key more than before."""
+        shape, key_shape = q.shape, k.shape
+        has_same_heads = (shape[0], shape[1], key_shape[1]) == self.shape
+        return not self.is_cross and has_same_heads and shape[2] == 1 and key_shape[2] == self.keys + 1
+
+    def add_token(self, q: Tensor, k: Tensor, values: Tensor, lse: Tensor, number: int) -> None:
+        """Adds a call that `is_continued_by_token` accepts, without a mask and of the default score."""
+        self._compare_key_prefix(k, True)
+        self.query_numbers.append(range(self.queries, self.queries + 1))
+        self.query_positions.append(range(self.keys, self.keys + 1))
+        step = GenerationStep.from_token(q, k, lse)
+        if self.keep is None:
+            self._continue_steps(step, q.nbytes + lse.nbytes, k, values)
+        else:
+            self._add_kept_step(step, k, values)
+        self.passes.append(number)
+        self.queries, self.keys = self.queries + 1, self.keys + 1
+
+    def _compare_key_prefix(self, k: Tensor, is_kept: bool) -> None:
         """Notes the fingerprints of these keys, of which those of the last call must be a prefix."""
-        is_kept = self.rows is None and self.text is None and k is weights.tensors.call.k
         # Nearly always the first call is the only one; if its keys stay, the next call can compare them.
         if not self.is_cross and (self.passes or not is_kept):
             if self.passes and not self.fingerprints:
@@ -248,13 +268,23 @@ class LayerLog:
         )
 
     def _add_step(self, weights: Weights, values: Tensor) -> None:
-        if self.last_keys is not None and self.values is not None:
-            self.nbytes -= self.last_keys.nbytes + self.values.nbytes
-            self.steps += [GenerationStep.from_weights(each) for each in (self.weights, weights) if each is not None]
+        k, nbytes = weights.tensors.call.k, count_step_bytes(weights)
+        if self.last_keys is not None:
+            self._continue_steps(GenerationStep.from_weights(weights), nbytes, k, values)
+            return
         # A single call keeps its weights as they are; several steps need only the last keys.
-        self.weights = None if self.steps else weights
-        self.last_keys, self.values = weights.tensors.call.k, values.detach()
-        self.nbytes += count_step_bytes(weights) + self.last_keys.nbytes + values.nbytes
+        self.weights, self.last_keys, self.values = weights, k, values.detach()
+        self.nbytes += nbytes + k.nbytes + values.nbytes
+
+    def _continue_steps(self, step: GenerationStep, nbytes: int, k: Tensor, values: Tensor) -> None:
+        """Adds a later call, of `nbytes` without its keys and values."""
+        assert self.last_keys is not None and self.values is not None
+        if self.weights is not None:
+            self.steps.append(GenerationStep.from_weights(self.weights))
+            self.weights = None
+        self.steps.append(step)
+        self.nbytes += nbytes + k.nbytes + values.nbytes - self.last_keys.nbytes - self.values.nbytes
+        self.last_keys, self.values = k, values.detach()
 
     def _add_pending(self, weights: Weights, values: Tensor) -> None:
         """Adds the first call of a layer whose statistics are kept."""
@@ -269,11 +299,12 @@ class LayerLog:
         self.keys_with_norms = keys if self.keep.values else 0
         self.nbytes += self.keep.nbytes(batch, heads, queries, keys)
 
-    def _add_kept_step(self, weights: Weights, values: Tensor) -> None:
+    def _add_kept_step(self, step: GenerationStep, k: Tensor, values: Tensor) -> None:
         """Adds a later call whose statistics are kept: they are computed for many steps at once."""
-        self.steps.append(GenerationStep.from_weights(weights))
-        self.last_keys, self.values = weights.tensors.call.k, values.detach()
-        if sum(step.queries for step in self.steps) >= MAX_PENDING_QUERIES:
+        self.steps.append(step)
+        self.last_keys, self.values = k, values.detach()
+        self.pending_queries += step.queries
+        if self.pending_queries >= MAX_PENDING_QUERIES:
             self._compute_steps()
 
     def finish(self) -> None:
@@ -300,7 +331,7 @@ class LayerLog:
         for weights in parts:
             self._store(**keep.compute(weights), **norms)
             norms = {}
-        self.steps = []
+        self.steps, self.pending_queries = [], 0
 
     def _new_value_norms(self, values: Tensor) -> dict[str, Tensor]:
         """The norms of the values whose keys are new, each key once."""

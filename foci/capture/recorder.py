@@ -308,20 +308,26 @@ class Recorder:
         """Whether a module, or one inside it, made an attention call, recorded or not."""
         return name in self.attending_modules or any(is_inside(each, name) for each in self.attending_modules)
 
-    def run_plain_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
+    def run_plain_call(
+        self, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, is_sdpa: bool = False
+    ) -> Tensor | None:
         """Runs and records a common call of a module after a few comparisons; None for any other call.
 
         Only its tensors are noted. The rest is made of them later: statistics when the pass ends, the layer when the
-        record is read.
+        record is read. `is_sdpa`: without the block PyTorch's own function would run the call.
         """
-        if not self.records_all or self._open_logs or name not in self.run_counts or name in self._calls_in_pass:
+        if not self.records_all or name not in self.run_counts or name in self._calls_in_pass:
             return None
         if self.keeps_own_calls or self.window_grids.has_any or not self.is_counting() or self._must_hide_from_dynamo:
             return None
         is_known, is_cross = self.module_inputs.tell_plain(name)
-        if not is_known or q.shape != k.shape or q.is_inference() or self.layer_names.of(name).is_cross:
+        if not is_known or q.is_inference() or self.layer_names.of(name).is_cross:
             return None
-        found = run_plain_call_with_lse(q, k, v, mask)
+        if self._open_logs:
+            return self._run_token(name, q, k, v) if mask is None else None
+        if q.shape != k.shape:
+            return None
+        found = run_plain_call_with_lse(q, k, v, mask, is_sdpa)
         if found is None:
             return None
         out, lse = found
@@ -336,6 +342,28 @@ class Recorder:
             self.plain_calls[name] = call, None
         else:
             self.plain_calls[name] = call.without_tensors(), self.pending.add(call, v)
+        return out
+
+    def _run_token(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Runs and records the next step of a generation in the same way; None for any other call."""
+        log = self._open_logs.get((name, 1))
+        if log is None or q.dim() != 4 or k.dim() != 4 or not log.is_continued_by_token(q, k):
+            return None
+        if log.passes[-1] == self._pass_number or k.is_inference() or v.is_inference():
+            return None
+        (batch, heads, queries, _), keys = q.shape, k.shape[2]
+        size = q.nbytes if self.keep is None else self.keep.nbytes(batch, heads, queries, keys)
+        # The log-sum-exp takes less than the queries. At the limit the other path refuses the call in words.
+        if self._kept_bytes + 2 * size > self.limit:
+            return None
+        found = run_plain_call_with_lse(q, k, v, None)
+        if found is None:
+            return None
+        out, lse = found
+        before = log.nbytes
+        self.count_call(name)
+        log.add_token(q, k, v, lse, self._pass_number)
+        self._kept_bytes += log.nbytes - before
         return out
 
     @property

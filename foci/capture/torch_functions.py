@@ -57,7 +57,7 @@ def record_intercepted_call(
     if name is not None and function in PLAIN_CALLS and not is_seen_by_others():
         plain = PLAIN_CALLS[function](*args, **kwargs)
         if plain is not None:
-            out = recorder.run_plain_call(name, *plain)
+            out = recorder.run_plain_call(name, *plain, function is F.scaled_dot_product_attention)
             if out is not None:
                 recorder.foci_calls += function is attention
                 return out

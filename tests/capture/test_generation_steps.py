@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import foci
 from foci.capture.generation_steps import fingerprint_keys
+from foci.capture.recorder import Recorder
 from tests.capture.models import CachedAttention
 from tests.tensors import randn
 
@@ -49,6 +50,26 @@ def test_rows_of_all_steps_form_one_matrix(steps: list[int]) -> None:
     x = randn(9, 3)
     torch.testing.assert_close(layer @ x, truth(model) @ x, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(layer.entropy(), torch.special.entr(truth(model)).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keep", ["lazy", foci.Keep()])
+def test_single_tokens_are_recorded_after_a_few_comparisons(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, recorded = Recorder._record_call, []
+
+    def count(self: Recorder, name: str, *tensors: Any) -> None:
+        recorded.append(name)
+        record(self, name, *tensors)
+
+    monkeypatch.setattr(Recorder, "_record_call", count)
+    assert generated(attention(), [5, 1, 1, 1, 1], keep=keep)["L0"].shape == (2, 4, 9, 9)
+    assert len(recorded) == 1
+
+
+def test_tokens_above_the_limit_are_refused() -> None:
+    one = generated(attention(), [9])["L0"].weights
+    assert one is not None
+    with pytest.raises(ValueError, match="above limit"):
+        generated(attention(), [5, 1, 1, 1, 1], limit=one.nbytes)
 
 
 def test_only_the_last_keys_are_kept() -> None:

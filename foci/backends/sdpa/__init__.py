@@ -76,15 +76,22 @@ def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
     return F.scaled_dot_product_attention(q, k, v, is_causal=mask is not None) if is_fast else None
 
 
-def run_plain_call_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor] | None:
-    """The same with the log-sum-exp and without gradients, on a CPU or by cuDNN; None for any other call."""
+def run_plain_call_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, takes_large: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """The same with the log-sum-exp and without gradients, on a CPU or by cuDNN; None for any other call.
+
+    `takes_large`: also run calls on a CPU that our own kernel runs faster.
+    """
     if not is_common_call(q, k, v, mask) or needs_backward(q, k, v) or is_inside_torch_func():
         return None
     if q.is_cuda and k.is_cuda and v.is_cuda:
         if torch.is_autocast_enabled("cuda") or not cuda.is_default_kernel_fastest(q, k, v, mask is not None):
             return None
         return cuda.run_cudnn(q, k, v, mask is not None)
-    if not (q.is_cpu and k.is_cpu and v.is_cpu) or cpu_c.is_large(q, k) or torch.is_autocast_enabled("cpu"):
+    if not (q.is_cpu and k.is_cpu and v.is_cpu) or torch.is_autocast_enabled("cpu"):
+        return None
+    if not takes_large and cpu_c.is_large(q, k):
         return None
     return cpu.flash_forward(q, k, v, None, (cpu.KeySlice(slice(0, k.shape[2]), mask is not None),), q.shape[3] ** -0.5)
 

@@ -93,7 +93,8 @@ def run_watched_call(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     name = recorder.names_by_id.get(id(module))
     mask = causal if is_causal and query.shape[2] > 1 else None
-    out = None if name is None else recorder.run_plain_call(name, query, key, value, mask)
+    is_sdpa = implementation_before_watch(getattr(module, "config", None)) == "sdpa"
+    out = None if name is None else recorder.run_plain_call(name, query, key, value, mask, is_sdpa)
     recorder.foci_calls += out is not None
     return out
 
