@@ -282,8 +282,8 @@ def test_timm(name: str, leading: int) -> None:
 
 def test_timm_maxvit_attends_in_blocks_and_in_grids() -> None:
     timm = pytest.importorskip("timm", reason="timm is not installed: see CONTRIBUTING.md")
-    model = timm.create_model("maxvit_pico_rw_256", img_size=128).eval()
-    seen = record(model, torch.rand(1, 3, 128, 128))
+    model, picture = timm.create_model("maxvit_pico_rw_256", img_size=128).eval(), torch.rand(1, 3, 128, 128)
+    seen = record(model, picture)
     assert seen.unseen == []
     block, grid = list(seen.layers.values())[:2]
     assert block.shape == grid.shape == (1, 1, 32 * 32, 32 * 32)
@@ -292,6 +292,19 @@ def test_timm_maxvit_attends_in_blocks_and_in_grids() -> None:
     for layer, rows in ((block, [0, 1, 2, 3]), (grid, [0, 8, 16, 24])):
         found = seen.image_map("0,0", layer=layer.name)
         assert found.nonzero().tolist() == [[row, column] for row in rows for column in rows]
+    # The weights of all windows equal those that timm computes itself.
+    exact: list[Tensor] = []
+    for name, module in model.named_modules():
+        if name in seen.layers:
+            module.fused_attn = False
+            module.attn_drop.register_forward_pre_hook(lambda _, args: exact.append(args[0]))
+    with torch.no_grad():
+        model(picture)
+    for layer, weights in zip(seen.layers.values(), exact, strict=True):
+        windows = layer.windows
+        assert windows is not None
+        expected = weights.unflatten(0, (1, len(windows.positions))).transpose(1, 2)
+        torch.testing.assert_close(windows.windows, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_timm_swin_with_fused_attention() -> None:
