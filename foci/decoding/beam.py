@@ -136,7 +136,7 @@ def search_beam(
     detector = StopDetector(conditions, first_rows.numel() * method.width)
     steps.select_rows(torch.arange(len(logits), device=logits.device).repeat_interleave(method.width))
     # The prompts that the steps still compute; None: those of a graph or of a cache that is expensive to change, all.
-    prompts = torch.arange(len(logits)) if isinstance(steps, CpuSteps) else None
+    prompts = torch.arange(len(logits), device=logits.device) if isinstance(steps, CpuSteps) else None
     while True:
         tokens, parents, scores = hypotheses.extend(logits, prompts)
         index = (first_rows + parents).flatten()

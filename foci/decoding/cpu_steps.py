@@ -19,6 +19,7 @@ from foci.decoding.step_c import Linear, TokenAttention
 from foci.decoding.steps import CachedSteps, PreparedPrompt, compute_next_logits
 from foci.nn.attention import Attention
 from foci.nn.block import Block, FeedForward
+from foci.nn.embedding import Head
 from foci.nn.layer_caches import Caches
 from foci.nn.speech import SpeechEncoder
 from foci.nn.transformer import Decoder, EncoderDecoder
@@ -28,7 +29,8 @@ from foci.scores import Dot
 
 # Slots are added by so many, or by half of those there are.
 MIN_NEW_SLOTS = 64
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Attributes of a module that change what calling it does.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "forward")
 
 
 class CpuSteps(CachedSteps):
@@ -42,7 +44,7 @@ class CpuSteps(CachedSteps):
         self.layers = [LayerStep(block) for block in decoder.blocks if isinstance(block, Block)]
         tied = decoder.embedding.tokens.weight
         self.head = Linear(tied if decoder.head.kind == "tied" else decoder.head.weight, decoder.head.bias)
-        self.rows = torch.arange(len(self.tokens))
+        self.rows = torch.arange(len(self.tokens), device=self.tokens.device)
         self.key_rows = self.rows.expand(MIN_NEW_SLOTS, -1)  # (slots, R)
         self.memory_rows, self.memory_lengths = self.rows, self._read_lengths()
         self.left_padding: Tensor | None = None
@@ -70,7 +72,7 @@ class CpuSteps(CachedSteps):
         return self.head(x if self.decoder.norm is None else self.decoder.norm(x))
 
     def select_rows(self, index: Tensor) -> None:
-        self.rows = self.rows[: len(index)] if len(index) <= len(self.rows) else torch.arange(len(index))
+        self.rows = torch.arange(len(index), device=index.device)
         self.key_rows, self.memory_rows = self.key_rows.index_select(1, index), self.memory_rows[index]
         self.memory_lengths = None if self.memory_lengths is None else self.memory_lengths[index]
         self.left_padding = None if self.left_padding is None else self.left_padding[index]
@@ -116,7 +118,7 @@ class LayerStep:
         self.inner, self.outer = Linear.of(block.feed_forward.inner), Linear.of(block.feed_forward.outer)
         # Columns of a slot: queries, keys and values.
         self.sizes = [own.heads * own.head_width, *[own.kv_heads * own.head_width] * 2]
-        self.slots = torch.empty(0, 0, sum(self.sizes))
+        self.slots = own.project.weight.new_empty(0, 0, sum(self.sizes))
         if block.cross is not None:
             split = [self.sizes[0], 2 * self.sizes[1]]
             biases = (None, None) if block.cross.project.bias is None else block.cross.project.bias.split(split)
@@ -149,7 +151,7 @@ class LayerStep:
         count, norm = len(key_rows), self.block.attention_norm
         slot = self.project(norm(x) if self.block.norm_first else x, out=self.slots[count - 1, : len(x)])
         if self.block.attention.rotary is not None:
-            self._rotate(slot, torch.tensor([count - 1]) if positions is None else positions)
+            self._rotate(slot, torch.tensor([count - 1], device=x.device) if positions is None else positions)
         _, keys, values = self.slots[:count].split_with_sizes(self.sizes, dim=-1)
         x = self.output(self.attend(slot, keys, values, key_rows, left_padding), added=x)
         return x if self.block.norm_first else norm(x)
@@ -180,31 +182,26 @@ class LayerStep:
 
 def find_decoder(model: nn.Module) -> Decoder | None:
     """The decoder of a model of exactly these classes; None for others, whose steps may differ."""
-    if type(model) is Decoder:
-        return model
-    if type(model) is EncoderDecoder or type(model) is SpeechEncoder:
-        return model.decoder
-    return None
+    decoder = model.decoder if type(model) in {EncoderDecoder, SpeechEncoder} else model
+    return decoder if type(decoder) is Decoder else None
 
 
 def why_refused(model: nn.Module, prepared: PreparedPrompt) -> str | None:
     """Why steps of this model cannot run in C; None if they can."""
     decoder = find_decoder(model)
-    if decoder is None or decoder.head is None or decoder.embedding.tokens is None:
-        return "the model must be a Transformer decoder with a vocabulary and a head"
+    if decoder is None or type(decoder.head) is not Head or decoder.embedding.tokens is None or not decoder.blocks:
+        return "the model must be a Transformer decoder with blocks, a vocabulary and a head"
     if decoder.head.kind == "masked" or decoder.shards is not None:
         return "the head must be linear or tied, and the model not sharded"
     if not is_plain_memory(prepared.memory) or is_traced(prepared.tokens) or call_observer.observe is not None:
         return "the memory must be padded on the right, and the call neither compiled nor monitored"
-    if any(getattr(module, hooks) for module in (model, *decoder.modules()) for hooks in HOOKS):
-        return "the model must not have forward hooks"
+    if any(vars(module).get(name) for module in (model, *decoder.modules()) for name in HOOKS):
+        return "the model must not have forward hooks, or a forward of a module set by hand"
     if torch_module._has_any_global_hook():
         return "modules must not have global hooks"
     parameters = (*decoder.parameters(), *decoder.buffers())
     if any(type(each) not in (Tensor, nn.Parameter) or not is_float32_on_cpu(each) for each in parameters):
         return "the weights must be float32 on a CPU"
-    if any(not each.is_contiguous() for each in (decoder.embedding.tokens.weight, *decoder.head.parameters())):
-        return "the embedding and the head must be contiguous"
     if torch.is_autocast_enabled("cpu"):
         return "autocast must be off"
     # Checked last: it may compile the library, which takes seconds.
@@ -235,7 +232,7 @@ def why_block_refused(block: nn.Module) -> str | None:
             return f"the head width must be a multiple of {library.lanes()}, at most {library.max_width()}"
     layers = [block.feed_forward.inner, block.feed_forward.outer]
     layers += [layer for each in attentions for layer in (each.project, each.output)]
-    if any(type(layer) is not nn.Linear or not layer.weight.is_contiguous() for layer in layers):
+    if any(type(layer) is not nn.Linear for layer in layers):
         return "the layers must be nn.Linear"
     widths = {layer.in_features for layer in layers}
     return "widths must be multiples of the vector size" if any(width % library.lanes() for width in widths) else None

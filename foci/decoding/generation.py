@@ -155,7 +155,7 @@ def sample_steps(
         if number + 1 == limit:
             return
         if can_drop and len(places := batch.drop_ended()) < len(tokens):
-            index = torch.tensor(places)
+            index = torch.tensor(places, device=tokens.device)
             steps.select_rows(index)
             tokens = tokens[index]
         logits = steps.advance(tokens)

@@ -49,10 +49,12 @@ class RankStruct(ctypes.Structure):
 
 
 class Linear:
-    """A linear layer, or some of its outputs, on contiguous float32 rows."""
+    """A linear layer, or some of its outputs, on float32 rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.tensors = weight, bias  # keep the memory that the struct points to
+        # Keep the memory that the struct points to: a parameter may get another while an answer is streamed.
+        weight, bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+        self.tensors = weight, bias
         self.outputs, width = weight.shape
         self.struct = LinearStruct(
             weight=weight.data_ptr(), bias=None if bias is None else bias.data_ptr(), width=width, outputs=self.outputs
@@ -67,8 +69,9 @@ class Linear:
 
     def __call__(self, x: Tensor, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """(R, width) -> (R, N), plus `added` (R, N)."""
-        out = x.new_empty(len(x), self.outputs) if out is None else out
-        struct, rows = self.struct, len(x)
+        struct, rows, x = self.struct, len(x), x.contiguous()
+        added = None if added is None else added.contiguous()
+        out = x.new_empty(rows, self.outputs) if out is None else out
         struct.inputs, struct.out = x.data_ptr(), out.data_ptr()
         struct.added = None if added is None else added.data_ptr()
         struct.rows, struct.next = rows, 0
@@ -121,10 +124,11 @@ class TokenAttention:
 
 def rank_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens of each row in descending order: log-probabilities and tokens, (R, K) each."""
+    logits = logits.float().contiguous()
     if not is_rankable(logits, count):
-        # The log-probabilities of all tokens are not needed.
-        values, tokens = logits.float().topk(count, dim=-1)
-        return values - logits.float().logsumexp(-1, keepdim=True), tokens
+        # The log-probabilities of all tokens are not needed. Of equal logits `max` takes the first.
+        values, tokens = logits.max(-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1)
+        return values - logits.logsumexp(-1, keepdim=True), tokens
     rows, vocabulary = logits.shape
     values, sums = logits.new_empty(rows, count), logits.new_empty(rows, 1)
     tokens = logits.new_empty(rows, count, dtype=torch.long)
@@ -139,13 +143,9 @@ def rank_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def is_rankable(logits: Tensor, count: int) -> bool:
-    plain = type(logits) is Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
-    return (
-        plain
-        and logits.is_contiguous()
-        and native.why_unavailable("decoding") is None
-        and count <= native.load_library("decoding").max_count()
-    )
+    plain = type(logits) is Tensor and logits.device.type == "cpu"
+    available = plain and native.why_unavailable("decoding") is None
+    return available and count <= native.load_library("decoding").max_count()
 
 
 def count_threads(products: int) -> int:

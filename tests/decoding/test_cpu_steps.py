@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import foci
 import foci.nn
-from foci.decoding import Beam, Sampling, cpu_steps, generation
+from foci.decoding import Beam, Sampling, cpu_steps, generation, step_c
 from foci.decoding.cpu_steps import CpuSteps, why_refused
 from foci.decoding.generation import choose_steps
 from foci.decoding.step_c import Linear, rank_tokens
@@ -166,6 +167,7 @@ def test_other_models_are_refused(change: Any, reason: str) -> None:
         ({"head_width": 5}, "head width must be a multiple"),
         ({"hidden": 97}, "multiples of the vector size"),
         ({"head": None}, "a head"),
+        ({"layers": 0}, "with blocks"),
     ],
 )
 def test_other_configs_are_refused(changes: dict[str, Any], reason: str) -> None:
@@ -173,6 +175,72 @@ def test_other_configs_are_refused(changes: dict[str, Any], reason: str) -> None
     refusal = find_refusal(model)
     assert refusal is not None
     assert reason in refusal
+
+
+def test_a_forward_set_by_hand_is_called() -> None:
+    model = build_model("decoder")
+    own = model.get_submodule("blocks.0.attention")
+    own.forward = lambda x, **_: torch.zeros_like(x)  # type: ignore[method-assign]
+    refusal = find_refusal(model)
+    assert refusal is not None
+    assert "forward" in refusal
+
+
+@pytest.mark.parametrize("name", ["decoder", "decoder.head"])
+def test_subclasses_inside_a_model_are_refused(name: str) -> None:
+    model = build_model("encoder-decoder")
+    part = model.get_submodule(name)
+    part.__class__ = type("Other", (type(part),), {})
+    refusal = find_refusal(model)
+    assert refusal is not None
+    assert "must be a Transformer" in refusal
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_default_dtype_does_not_change_the_answers(dtype: torch.dtype) -> None:
+    model = build_model("decoder")
+    expected = summarize(foci.generate(model, PROMPTS, new_tokens=6))
+    torch.set_default_dtype(dtype)
+    try:
+        assert summarize(foci.generate(model, PROMPTS, new_tokens=6)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_strided_weights_and_states() -> None:
+    """Layers whose tensors are not contiguous, and an activation whose result is not."""
+    model = build_model("linear head")
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.t().contiguous().t()
+            module.bias.data = torch.stack([module.bias.data, torch.randn_like(module.bias)], 1)[:, 0]
+    feed_forward: Any = model.get_submodule("blocks.0.feed_forward")
+    feed_forward.activation = lambda x: x.relu().mT.contiguous().mT
+    answers = foci.generate(model, PROMPTS, new_tokens=6)
+    assert find_refusal(model) is None
+    assert summarize(answers) == summarize(foci.generate(model, PROMPTS, new_tokens=6, cache=False))
+
+
+def test_a_linear_layer_keeps_its_memory() -> None:
+    weight, bias, x = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64)), torch.randn(3, 64)
+    linear = Linear(weight, bias)
+    expected = linear(x)
+    weight.data, bias.data = torch.zeros(64, 64), torch.zeros(64)
+    # Of the same size, so that they get memory that has been freed.
+    others = [torch.full_like(each, torch.nan) for each in (weight, bias) for _ in range(20)]
+    assert torch.equal(linear(x), expected)
+    assert len(others) == 40
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_threads_do_not_change_the_answers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of a step nor those of the caller."""
+    model, options = build_model("encoder-decoder"), build_options("encoder-decoder") | {"method": METHODS[method]}
+    expected = foci.generate(model, PROMPTS, **options)
+    monkeypatch.setattr(step_c, "count_threads", lambda _: 3)
+    with ThreadPoolExecutor(2) as pool:
+        every = [*pool.map(lambda _: foci.generate(model, PROMPTS, **options), range(4))]
+    assert every == [expected] * 4
 
 
 def test_watched_models_run_their_modules() -> None:
@@ -210,5 +278,9 @@ def test_ranked_tokens_equal_topk(vocabulary: int, count: int) -> None:
     assert tokens[finite].tolist() == expected_tokens[finite].tolist()
 
 
-def test_the_first_of_equal_logits_is_ranked_first() -> None:
-    assert rank_tokens(torch.zeros(2, 700), 3)[1].tolist() == [[0, 1, 2]] * 2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_of_equal_logits_is_ranked_first(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.zeros(2, 50, dtype=dtype)
+    assert rank_tokens(logits, 3)[1].tolist() == [[0, 1, 2]] * 2
+    monkeypatch.setattr(step_c, "is_rankable", lambda *_: False)
+    assert rank_tokens(logits, 1)[1].tolist() == [[0]] * 2
