@@ -53,7 +53,8 @@ class TensorMapping:
         for name, tensor in iter_unique_tensors(model):
             if name.endswith(".bias") and name not in self.mapped:
                 self.mapped[name] = torch.zeros_like(tensor)
-        load_tensors(model, {name: tensor.clone() for name, tensor in self.mapped.items()})
+        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self.mapped.items()}
+        load_tensors(model, copies)
         return model
 
 

@@ -93,6 +93,7 @@ CAUSAL = {
 def test_causal_models(name: str) -> None:
     theirs = build_model(*CAUSAL[name])
     ours = foci.nn.from_huggingface(theirs)
+    assert all(parameter.is_contiguous() for parameter in ours.parameters())
     with torch.no_grad():
         assert_same(ours(TOKENS).logits, theirs(TOKENS).logits, slack=64)
         expected = theirs(TOKENS, attention_mask=RIGHT.long()).logits
