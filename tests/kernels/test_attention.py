@@ -69,6 +69,36 @@ def test_the_kernels_add_sinks_and_their_gradients(mask: str, monkeypatch: pytes
     check(found, true, eager, problem.dtype)
 
 
+def far_apart(x: Tensor) -> Tensor:
+    """The same values, with the heads 2**30 entries apart: from the third head on, offsets exceed int32.
+
+    The memory between them is never touched, and so not taken from the system.
+    """
+    *_, heads, rows, columns = x.shape
+    storage = torch.UntypedStorage(((heads - 1) * 2**30 + rows * columns) * x.element_size(), device=x.device)
+    strides = (heads * 2**30, 2**30, columns, 1)
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, x.shape, strides).copy_(x)
+
+
+@pytest.mark.parametrize(("added", "queries"), [("mask", 17), ("mask", 5), ("bias", 17), ("relative", 17)])
+def test_offsets_of_heads_may_exceed_32_bits(added: str, queries: int) -> None:
+    shapes = {"query": (1, 3, queries, 8), "key": (1, 3, 9, 8), "value": (1, 3, 9, 8), "entries": (1, 3, queries, 9)}
+    tensors = {name: torch.randn(shape, device=DEVICE).half() for name, shape in shapes.items()}
+    if added != "bias":
+        tensors["entries"] = tensors["entries"] > 0
+    relative = foci.Relative(torch.randn(9, 8, device=DEVICE)) if added == "relative" else None
+
+    def run(given: Tensors, backend: str) -> list[Tensor]:
+        inputs = [given[name].requires_grad_() for name in ("query", "key", "value")]
+        options = {"bias": given["entries"]} if added == "bias" else {"mask": given["entries"], "bias": relative}
+        out = foci.attention(*inputs, **options, backend=backend)
+        return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+    found = run({name: far_apart(x) for name, x in tensors.items()}, "triton")
+    for one, other in zip(found, run(tensors, "reference"), strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
 def test_no_row_table_is_planned_without_one() -> None:
     CACHED_PLANS.clear()
     q = torch.randn(1, 2, 20, 16, device=DEVICE)

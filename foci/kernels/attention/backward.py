@@ -448,7 +448,7 @@ def attention_bias_gradients(
         # Without a condition in the loop, its loads are pipelined.
         steps = tl.where(tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0, batches * heads, 0)
         for n in range(steps):
-            b, h = (own_b + n // heads + Tk * 0).to(tl.int64), own_h + n % heads
+            b, h = (own_b + n // heads + Tk * 0).to(tl.int64), (own_h + n % heads).to(tl.int64)
             stored = first_stored_row(b * H + h, Tq)
             slope = tl.load(slopes + h) if ALIBI else 0.0
             gradient = add_bias_gradients(
@@ -464,7 +464,7 @@ def attention_bias_gradients(
         for n in range(batches * heads * query_tiles * key_tiles):
             key_tile, query_tile = n % key_tiles, n // key_tiles % query_tiles
             head, batch = n // (key_tiles * query_tiles) % heads, n // (key_tiles * query_tiles * heads)
-            b, h = (own_b + batch + Tk * 0).to(tl.int64), own_h + head
+            b, h = (own_b + batch + Tk * 0).to(tl.int64), (own_h + head).to(tl.int64)
             first_i, first_j = (own_row + query_tile + Tk * 0) * BM, (own_column + key_tile + Tk * 0) * BN
             rows, j = first_i + r, first_j + c[None, :]
             i = rows[:, None]

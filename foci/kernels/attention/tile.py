@@ -63,16 +63,17 @@ def locate_packed_rows(pair, r, H, group, Tq):
     query of each row, and whether the row is one of them. Rows past the end repeat the last one.
     """
     G = H // group
-    b, g = (pair // G).to(tl.int64), pair % G
+    b, g = (pair // G).to(tl.int64), (pair % G).to(tl.int64)
     row = tl.minimum(r, Tq * group - 1)
-    return b, g, (g * group + row // Tq).to(tl.int64), row % Tq, r < Tq * group
+    return b, g, g * group + row // Tq, row % Tq, r < Tq * group
 
 
 @triton.jit
 def locate_tile(tiles, heads, BIAS: tl.constexpr):
     """The sequence, head and tile of a program, one program per tile of each head.
 
-    With a dense bias the sequences of a batch come next to each other: they share most biases, which stay in the L2.
+    Sequence and head are int64: their products with strides may exceed int32. With a dense bias the sequences of a
+    batch come next to each other: they share most biases, which stay in the L2.
     """
     program = tl.program_id(0)
     if BIAS > 0:
@@ -80,7 +81,7 @@ def locate_tile(tiles, heads, BIAS: tl.constexpr):
         b, h, tile = program % batch, program // batch // tiles, program // batch % tiles
     else:
         b, h, tile = program // tiles // heads, program // tiles % heads, program % tiles
-    return b.to(tl.int64), h, tile
+    return b.to(tl.int64), h.to(tl.int64), tile
 
 
 @triton.jit

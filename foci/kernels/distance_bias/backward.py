@@ -85,7 +85,7 @@ def distance_bias_query_gradients(
     pair = tl.program_id(0) // tiles
     tile = tiles - 1 - tl.program_id(0) % tiles
     first_i = tile * BM
-    b, h = (pair // H).to(tl.int64), pair % H
+    b, h = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
     g = h // group
     offset = Tk - Tq
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
@@ -240,7 +240,7 @@ def distance_bias_key_gradients(
     tiles = tl.cdiv(Tk, BN)
     pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     G = H // group
-    b, g = (pair // G).to(tl.int64), pair % G
+    b, g = (pair // G).to(tl.int64), (pair % G).to(tl.int64)
     offset = Tk - Tq
     first_j = tile * BN
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)

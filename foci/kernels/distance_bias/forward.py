@@ -192,7 +192,7 @@ def distance_bias_forward(
     pair = tl.program_id(0) // tiles
     # The last queries first: under a causal mask they take longest, and the short programs fill the gaps at the end.
     first_i = (tiles - 1 - tl.program_id(0) % tiles) * BM
-    b, h = (pair // H).to(tl.int64), pair % H
+    b, h = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
     g = h // group
     offset = Tk - Tq
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
