@@ -29,6 +29,12 @@ def load_block(x, first, row_stride, width, rows, BR: tl.constexpr, BW: tl.const
 
 
 @triton.jit
+def locate_block(blocks):
+    """The pair and the block of a program, both in the grid's first dimension: others have 65,535 programs at most."""
+    return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+
+
+@triton.jit
 def seen_keys(
     key_ranges, query_ids, key_ids, i, j, Tq, Tk,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr,
@@ -82,9 +88,9 @@ def row_lse(
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """lse (B, H, Tq), the natural log-sum-exp of the teacher's logits; -inf for fully masked rows."""
-    pair = tl.program_id(1).to(tl.int64)
+    pair, block = locate_block(tl.cdiv(Tq, BM))
     b, h = pair // H, pair % H
-    first_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    first_i = (tl.cdiv(Tq, BM) - 1 - block) * BM
     i = first_i + tl.arange(0, BM)
     q += b * q_batch + h * q_head
     k += b * k_batch + h // group * k_head
@@ -128,10 +134,11 @@ def row_divergence(
 
     A part is a number of tiles of keys.
     """
-    pair, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    blocks, part = tl.cdiv(Tq, BM), tl.program_id(1)
+    pair, block = locate_block(blocks)
     b, p = pair // P, pair % P
     # The last queries see the most keys: they start first.
-    first_i = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    first_i = (blocks - 1 - block) * BM
     i, d = first_i + tl.arange(0, BM), tl.arange(0, BE)
     q += b * q_batch
     k += b * k_batch
@@ -173,7 +180,7 @@ def row_divergence(
             if STUDENT_SOFTCAP:
                 change = tl.where(seen, change * capped_slope(logits, student_softcap), 0.0)
             gradient = tl.dot(change.to(keys.dtype), keys, gradient, input_precision=PRECISION)
-    into = (part * tl.num_programs(1) + pair) * Tq + i
+    into = (part * (tl.num_programs(0) // blocks) + pair) * Tq + i
     tl.store(divergence + into, total * LN_2, mask=i < Tq)
     if GRADIENT:
         mask = (i < Tq)[:, None] & (d < E)[None, :]
@@ -203,9 +210,10 @@ def key_gradients(
 
     A part is a number of tiles of queries.
     """
-    pair, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    blocks, part = tl.cdiv(Tk, BN), tl.program_id(1)
+    pair, block = locate_block(blocks)
     b, p = pair // P, pair % P
-    first_j = tl.program_id(0) * BN
+    first_j = block * BN
     j, d = first_j + tl.arange(0, BN), tl.arange(0, BE)
     q += b * q_batch
     k += b * k_batch
@@ -247,5 +255,5 @@ def key_gradients(
             if STUDENT_SOFTCAP:
                 change = tl.where(seen, change * capped_slope(logits, student_softcap), 0.0)
             gradient = tl.dot(tl.trans(change.to(queries.dtype)), queries, gradient, input_precision=PRECISION)
-    into = d_k + ((part * tl.num_programs(1) + pair) * Tk + j)[:, None] * E + d[None, :]
+    into = d_k + ((part * (tl.num_programs(0) // blocks) + pair) * Tk + j)[:, None] * E + d[None, :]
     tl.store(into, gradient * student_scale, mask=(j < Tk)[:, None] & (d < E)[None, :])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import foci
 from foci.arguments import Call
+from foci.gpu.mask_inputs import KernelMasks
 from foci.statistics.cuda import divergence as kernels
 from foci.statistics.divergence import compare_in_strips
 from tests.tensors import randn
@@ -91,6 +92,19 @@ def test_programs_share_the_blocks_of_a_short_sequence() -> None:
     calls = attend(*teacher, mask=foci.causal).call, attend(*student, mask=foci.causal).call
     both = [kernels.count_parts(*map(kernels.as_side, calls), axis) for axis in (kernels.ROWS, kernels.COLUMNS)]
     assert all(parts > 1 for parts, _ in both)
+
+
+def test_a_batch_of_many_short_sequences_fits_the_grid() -> None:
+    """CUDA allows 65,535 programs in each dimension but the first."""
+    q = torch.zeros(1, 1, 1, 1, device=DEVICE).expand(3000, 32, 20, 16)
+    side, masks = kernels.Side(q, q, 1.0, None), KernelMasks()
+    for plan in (
+        kernels.plan_lse(side, masks),
+        kernels.plan_forward(side, side, masks, False, True),
+        kernels.plan_keys(side, side, masks, False),
+    ):
+        (launch,) = plan.launches
+        assert max(launch.grid[1:], default=1) < 2**16 < launch.grid[0]
 
 
 @pytest.mark.gpu

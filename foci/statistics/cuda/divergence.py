@@ -240,7 +240,7 @@ def plan_lse(side: Side, masks: KernelMasks) -> LaunchPlan:
     tiling = choose_tiling(side, side, ROWS)
     batch, heads, queries, _ = side.q.shape
     scalars = kernel_scalars(side, side, masks, False, tiling)
-    grid = (-(-queries // tiling.queries), batch * heads)
+    grid = (-(-queries // tiling.queries) * batch * heads,)
     return LaunchPlan({}, side.q.device, [build(row_lse, grid, scalars, tiling)])
 
 
@@ -251,7 +251,7 @@ def plan_forward(teacher: Side, student: Side, masks: KernelMasks, averaged: boo
     parts, tiles = count_parts(teacher, student, ROWS)
     scalars = kernel_scalars(teacher, student, masks, averaged, tiling) | {"GRADIENT": needs_gradient, "tiles": tiles}
     batch, heads, queries, _ = student.q.shape
-    grid = (-(-queries // tiling.queries), batch * heads, parts)
+    grid = (-(-queries // tiling.queries) * batch * heads, parts)
     return LaunchPlan({}, student.q.device, [build(row_divergence, grid, scalars, tiling)])
 
 
@@ -261,7 +261,7 @@ def plan_keys(teacher: Side, student: Side, masks: KernelMasks, averaged: bool) 
     tiling = choose_tiling(teacher, student, COLUMNS)
     parts, tiles = count_parts(teacher, student, COLUMNS)
     scalars = kernel_scalars(teacher, student, masks, averaged, tiling) | {"tiles": tiles}
-    grid = (-(-student.k.shape[2] // tiling.keys), student.q.shape[0] * student.q.shape[1], parts)
+    grid = (-(-student.k.shape[2] // tiling.keys) * student.q.shape[0] * student.q.shape[1], parts)
     return LaunchPlan({}, student.q.device, [build(key_gradients, grid, scalars, tiling)])
 
 
