@@ -82,7 +82,7 @@ def read_alignments(task: Translation, model: torch.nn.Module, pair: Pair) -> It
     source = [*task.tokenizer.encode(pair.source), STOP]
     target = [START, *task.tokenizer.encode(pair.target)]
     out = model(torch.tensor([source]), torch.tensor([target]), return_weights=True)
-    layers = [out.weights[name].dense()[0].mean(0) for name in sorted(out.weights) if name.startswith("cross.")]
+    layers = [each.dense()[0].mean(0) for name, each in out.weights.items() if name.startswith("cross.")]
     for size in range(1, len(layers) + 1):
         for chosen in combinations(range(len(layers)), size):
             yield chosen, torch.stack([layers[number] for number in chosen]).mean(0)

@@ -94,11 +94,10 @@ def grow_encoder(model: EncoderDecoder, layers: int) -> EncoderDecoder:
     origins = sorted([*range(old), *range(old - 1, -1, -2), *range(old - 2, -1, -2)][:layers])
     larger = EncoderDecoder(model.config.replace(encoder=model.config.encoder.replace(layers=layers)))
     larger.decoder.load_state_dict(model.decoder.state_dict())
-    blocks = {f"blocks.{i}": f"blocks.{origin}" for i, origin in enumerate(origins)}
     state = {name: value for name, value in model.encoder.state_dict().items() if not name.startswith("blocks.")}
-    for name, block in larger.encoder.blocks.named_children():
-        block.load_state_dict(model.encoder.get_submodule(blocks[f"blocks.{name}"]).state_dict())
-        if int(name) and origins[int(name)] == origins[int(name) - 1]:
+    for number, (block, origin) in enumerate(zip(larger.encoder.blocks, origins, strict=True)):
+        block.load_state_dict(model.encoder.blocks[origin].state_dict())
+        if origin in origins[:number]:
             for last in (block.attention.output, block.feed_forward.outer):
                 nn.init.zeros_(last.weight)
                 nn.init.zeros_(last.bias)
@@ -222,13 +221,9 @@ class Training:
         shutil.copy(self.options.start / "config.toml", self.out)
         log = self.out / "metrics.jsonl"
         log.write_text((self.options.start / "metrics.jsonl").read_text() + log.read_text())
+        self.model.float()
         self.set_weights(self.average)
-        names = [name for name, _ in self.model.named_parameters()]
-        float_model = self.model.float()
-        with torch.no_grad():
-            for name, weight in zip(names, self.average, strict=True):
-                float_model.get_parameter(name).copy_(weight)
-        save_trained_model(self.out / "model.safetensors", self.task, float_model, about)
+        save_trained_model(self.out / "model.safetensors", self.task, self.model, about)
 
 
 def set_dropout(model: nn.Module, rate: float) -> None:

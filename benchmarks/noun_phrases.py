@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Endings of articles by case (n, a, d) and gender (m, f, n, p); "" before the plural of ein.
+# Articles and their endings by case (n, a, d) and gender (m, f, n, p: the plural). Only kein and mein have a plural.
 DEFINITE = {
     "n": {"m": "der", "f": "die", "n": "das", "p": "die"},
     "a": {"m": "den", "f": "die", "n": "das", "p": "die"},

@@ -1,13 +1,19 @@
 """The pairs of sentences that the translator is trained on: German that is right, and no sentence of a test set."""
 
+import argparse
 import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import foci
+import foci.nn
+from foci.tasks.model_file import load_trained_model
 from foci.tasks.parallel_text import Pair
+from foci.tasks.translation import Translation, TranslationSettings
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FOLDER = BENCHMARKS / "training" / "pairs"
@@ -17,7 +23,7 @@ FOLDER = BENCHMARKS / "training" / "pairs"
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    for name in ("noun_phrases", "slots", "translation_pairs"):
+    for name in ("noun_phrases", "slots", "translation_pairs", "continue_translation"):
         sys.modules.pop(name, None)
 
 
@@ -83,6 +89,46 @@ def test_names_are_replaced_on_both_sides() -> None:
 
     new = translation_pairs.replace_name("Tom's dog likes Tom.", "Toms Hund mag Tom.", "Tom", ("Tom",), "Max")
     assert new == ("Max's dog likes Max.", "Max’ Hund mag Max.")
+
+
+def test_an_encoder_with_more_layers_computes_the_same() -> None:
+    import continue_translation
+
+    torch.manual_seed(0)
+    config = foci.nn.EncoderDecoder.sizes["tiny"].replace(vocabulary=20, shared=True, width=32)
+    model = foci.nn.EncoderDecoder(config.replace(encoder=config.encoder.replace(layers=4))).eval()
+    larger = continue_translation.grow_encoder(model, 6).eval()
+    assert len(larger.encoder.blocks) == 6
+    tokens = torch.randint(20, (2, 7))
+    with torch.no_grad():
+        torch.testing.assert_close(larger(tokens, tokens).logits, model(tokens, tokens).logits)
+
+
+def test_a_stopped_training_of_a_translator_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import continue_translation
+
+    monkeypatch.setattr(continue_translation, "MASK_POOL", 2**20)
+    # The training replaces it.
+    monkeypatch.setattr(torch.nn.functional, "dropout", torch.nn.functional.dropout)
+    pairs = [Pair("a dog", "ein Hund"), Pair("a cat", "eine Katze")]
+    task = Translation.from_examples(TranslationSettings(size="tiny"), pairs)
+    for name in ("config.toml", "metrics.jsonl"):
+        (tmp_path / name).write_text("")
+    options = argparse.Namespace(
+        start=tmp_path, out=tmp_path / "out", pairs=50_000, rate=1e-3, dropout=0.1, encoder_layers=None
+    )
+    training = continue_translation.Training(task, task.model(), options)
+    for _ in range(3):
+        training.step(pairs)
+    training.save()
+    again = continue_translation.Training(task, task.model(), options)
+    again.resume()
+    assert (again.steps, again.pairs_seen) == (3, 6)
+    again.log({"dev_loss": again.evaluate(pairs)})
+    again.finish({})
+    _, model, _ = load_trained_model(tmp_path / "out" / "model.safetensors")
+    for parameter, average in zip(model.parameters(), training.average, strict=True):
+        assert torch.equal(parameter, average)
 
 
 def test_written_pairs_are_whole_and_far_from_the_tests() -> None:
