@@ -69,6 +69,31 @@ def test_one_query_and_one_key_do_not_use_cudnn(
     assert cuda.is_default_kernel_fastest(q, k, k, False) == (kernel == "cudnn")
 
 
+@pytest.mark.parametrize(("learned", "kernel"), [(True, "flash"), (False, "cudnn")])
+def test_deterministic_mode_takes_no_gradients_of_cudnn(
+    learned: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "is_hopper_or_later", lambda index: True)
+    monkeypatch.setattr(cuda, "has_cudnn", lambda: True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    q = torch.zeros(2, 4, 8, 64, dtype=torch.bfloat16, requires_grad=learned)
+    assert cuda.choose_kernel(call_of(q, q), "unmasked", False) == kernel
+
+
+@pytest.mark.gpu
+def test_gradients_in_deterministic_mode_are_equal_on_a_gpu() -> None:
+    q = torch.randn(4, 8, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(5):
+            out, _ = foci.attention(q, q, q, mask=foci.causal, return_weights=True)
+            runs.append(torch.autograd.grad(out.float().square().sum(), q)[0])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(runs[0], other) for other in runs[1:])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", [None, foci.causal])
 @pytest.mark.parametrize("lse", [False, True])
