@@ -148,6 +148,35 @@ class Comparison:
             found.append(rows)
         return found[0], found[1]
 
+    def is_read_by_image(self, head: str) -> bool:
+        """Whether images attend to text in a layer: what is compared there is the map of a key."""
+        layer = self.pair(head)[0].first
+        queries, keys = self.first.labels_of(layer)
+        return layer.queries != layer.keys and bool(queries.grids(self.batch)) and not keys.grids(self.batch)
+
+    def find_most_changed(self, head: str) -> Aligned:
+        """The query of both texts whose weights changed most, of a text with images a word; the key if images read it.
+
+        Of a long text 512 queries are compared.
+        """
+        queries, keys = self.align(head)
+        numbers = self._list_common(head, 0)
+        numbers = numbers[:: max(1, -(-len(numbers) // MAX_COMPARED_ROWS))]
+        first, second = self.rows(head, numbers)
+        change = (second - first).abs().nan_to_num()
+        if not self.is_read_by_image(head):
+            return queries[numbers[int(change.sum(1).argmax())]]
+        words = self._list_common(head, 1)
+        return keys[words[int(change[:, words].sum(0).argmax())]]
+
+    def _list_common(self, head: str, axis: int) -> list[int]:
+        """The aligned positions that both texts have: those of words, if there are any."""
+        labels = self.first.labels_of(self.pair(head)[0].first)[axis]
+        common = {i: n for n, (i, j) in enumerate(self.align(head)[axis]) if i is not None and j is not None}
+        text = labels.split_kinds(self.batch).get("text", [])
+        words = [common[i] for i in text if i in common and labels.texts[self.batch][i].strip()]
+        return words or list(common.values())
+
     def texts(self, head: str) -> tuple[list[str], list[str]]:
         """The texts of the positions of both texts together, along queries and keys."""
         pair, _ = self.pair(head)
@@ -161,13 +190,16 @@ class Comparison:
         )
 
     def joint_record(self) -> Record:
-        """One record with the layers of both, whose stacks have their names."""
+        """One record with the layers of both, whose stacks have their names; of the compared sequence."""
         layers: dict[str, Layer] = {}
         labels: dict[str, Labels] = {}
         for name, record, side in zip(self.names, (self.first, self.second), ("first", "second"), strict=True):
-            labels |= {f"{name}: {axis}": each for axis, each in record.labels.items()}
             for pair in self.pairs:
-                layer = getattr(pair, side)
+                layer = select_sequence(getattr(pair, side), self.batch)
+                for axis in (layer.queries, layer.keys):
+                    known = record.labels.get(axis)
+                    if known is not None and self.batch < known.batch:
+                        labels[f"{name}: {axis}"] = known.select_sequence(self.batch)
                 shown = replace(
                     layer,
                     name=f"{name}: {layer.name}",
@@ -356,6 +388,18 @@ def measure_changes(pair: LayerPair, queries: Sequence[Aligned], keys: Sequence[
     apart = first.sum(-1) - one.sum(-1) + second.sum(-1) - other.sum(-1)
     distance = ((one - other).abs().sum(-1) + apart) / 2
     return [round(each, 6) + 0.0 for each in distance.nanmean(-1).clamp(min=0).tolist()]
+
+
+def select_sequence(layer: Layer, batch: int) -> Layer:
+    """One sequence of a layer whose weights are known, with a batch axis."""
+    if layer.shape[0] == 1:
+        return layer
+    if layer.steps:
+        return replace(layer, steps={number: select_sequence(step, batch) for number, step in layer.steps.items()})
+    names = ("weights", "matrix", "windows", "values", "value_norms")
+    parts: Any = {name: getattr(layer, name) for name in names}
+    parts = {name: part[batch : batch + 1] for name, part in parts.items() if part is not None}
+    return replace(layer, **parts)
 
 
 def read_rows(layer: Layer, batch: int, rows: Sequence[int]) -> Tensor:

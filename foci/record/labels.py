@@ -255,6 +255,20 @@ class Labels:
             self, texts=texts, words=words, grid=None, leading=0, images=None, sounds=None, segments=segments
         )
 
+    def select_sequence(self, batch: int) -> Labels:
+        """The labels of one sequence, with a batch axis."""
+        if self.batch == 1:
+            return self
+        part = slice(batch, batch + 1)
+        return replace(
+            self,
+            texts=self.texts[part],
+            words=None if self.words is None else self.words[part],
+            images=None if self.images is None else self.images[part],
+            sounds=None if self.sounds is None else self.sounds[part],
+            segments=tuple(replace(each, sequence=0) for each in self.segments if each.sequence == batch),
+        )
+
     def with_segments(self, segments: Iterable[Segment], pictures: Iterable[Tensor] = ()) -> Labels:
         """The labels with segments of patches and frames, whose positions get their texts.
 

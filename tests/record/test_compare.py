@@ -1,6 +1,7 @@
 """foci.compare: two records side by side, aligned by tokens, in every view."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.view.page.comparison import render_comparison_page
 from tests.view import records
-from tests.view.pages import lazy, read_payload
+from tests.view.pages import decode_array, lazy, read_payload
 
 SHORT = ("Jane", " eats", " soup")
 LONG = ("Jane", " Smith", " eats", " pasta")
@@ -134,3 +135,54 @@ def test_wrong_arguments_are_refused() -> None:
         comparison.difference("L7")
     with pytest.raises(ValueError, match=r"word must be one that both texts have, got 'soup'"):
         comparison.show("soup")
+
+
+def test_the_terminal_shows_the_maps_of_a_word_on_both_images() -> None:
+    out = io.StringIO()
+    foci.compare(*records.mirrored_images(), names=("one", "other")).show("shoe", head="L0H1", width=80, file=out)
+    text = out.getvalue()
+    assert "<s> A red »sh«oe." in text
+    assert "0,1" not in text.split("difference")[0]
+    assert re.findall(r"brightest: [\d.]+%, patch (\d,\d)", text) == ["1,2", "0,0"]
+
+
+def test_where_images_attend_to_text_the_maps_are_those_of_a_word() -> None:
+    seen, out = records.denoising(), io.StringIO()
+    comparison = foci.compare(seen.at(step=1), seen.at(step=3))
+    comparison.show("shoe", width=80, file=out)
+    assert "Attention to “shoe” in cross.L0H0" in out.getvalue()
+    assert re.findall(r"brightest: 80.0%, patch (\d,\d)", out.getvalue()) == ["0,1", "0,3"]
+    header, _ = read_payload(render_comparison_page(comparison))
+    assert header["initial"] == {"head": "a cross.L0H0", "query": 0, "direction": "from"}
+
+
+def test_a_word_at_other_places_in_both_texts_is_found() -> None:
+    a, b, out = make(("soup", " Jane", " eats"), 1), make(SHORT, 2), io.StringIO()
+    comparison = foci.compare(a, b)
+    assert comparison.align("L0")[0] == [(0, None), (1, 0), (2, 1), (None, 2)]
+    comparison.show("soup", head="L0H0", width=80, file=out)
+    assert "»soup«" in out.getvalue()
+    listed = [line.split() for line in out.getvalue().splitlines()]
+    one, other = a["L0H0"].dense()[0, 0, 2], b["L0H0"].dense()[0, 2, 1]
+    assert ["eats", f"{one:.1%}", f"{other:.1%}", f"{100 * float(other - one):+.1f}"] in listed
+
+
+def test_the_page_begins_with_what_changed_most_and_has_both_pictures() -> None:
+    before, after = records.mirrored_images()
+    header, _ = read_payload(render_comparison_page(foci.compare(before, after)))
+    texts = before.labels["input"].texts[0]
+    assert texts[header["initial"]["query"]] in {" sh", "oe"}
+    shown = {layer["labels"][1] for layer in header["layers"]}
+    pictures = {header["labels"][number]["images"][0][0]["segments"][0]["picture"] for number in shown}
+    assert len(pictures) == 2
+    # The layers of one record share their labels.
+    assert len(header["labels"]) == 2
+
+
+def test_the_page_shows_the_compared_sequence() -> None:
+    weights = [torch.rand(3, 1, 2, 2).softmax(-1) for _ in range(2)]
+    a, b = (Record.from_tensors([each], tokens=[["a", "b"], ["c", "d"], ["e", "f"]]) for each in weights)
+    header, arrays = read_payload(render_comparison_page(foci.compare(a, b, batch=1)))
+    assert header["sequences"] == 1
+    assert [labels["texts"] for labels in header["labels"]] == [[["c", "d"]]]
+    torch.testing.assert_close(decode_array(header, arrays, "1.entries")[0], weights[1][1])

@@ -130,6 +130,18 @@ def words_and_images(images: int = 1, frames: int = 0, pictures: bool = True, he
     return Record(layers, {"input": labels.with_segments(segments, shown)}, model="VisionLanguage", calls=2)
 
 
+def mirrored_images() -> tuple[Record, Record]:
+    """The same text on two pictures; in the second, “shoe” attends to the first patch, and “red” to the patch 1,1."""
+    first, second = words_and_images(), words_and_images()
+    labels = second.labels["input"]
+    second.label(replace(labels, pictures=(255 - labels.pictures[0],)))
+    patches = labels.segments[0].positions.flatten()
+    for layer in second.layers.values():
+        assert layer.matrix is not None
+        layer.matrix[..., patches] = layer.matrix[..., patches.flip(0)]
+    return first, second
+
+
 def denoising(steps: int = 4) -> Record:
     """Patches of 4 x 4 that attend to a prompt; at step n, patch n attends to “shoe”."""
     labels = {"prompt": Labels.tokens([["<s>", "red", " shoe"]]), "image": Labels.patches(4, 4)}

@@ -21,10 +21,11 @@ def encode_comparison(comparison: Comparison, title: str | None = None) -> bytes
     pair, index = comparison.pair(best)
     head = pair.first.heads[index or 0]
     shown = f"{comparison.names[0]}: {pair.first.name}"
+    is_key = comparison.is_read_by_image(best)
     header["initial"] = {
         "head": record.name_of(record.layers[shown], head),
-        "query": header["initial"]["query"] if len(comparison.pairs) == 1 else pair.first.shape[2] - 1,
-        "direction": "to",
+        "query": comparison.find_most_changed(best)[0],
+        "direction": "from" if is_key else "to",
     }
     header["compare"] = {
         "names": [truncate_with_length(name) for name in comparison.names],

@@ -270,10 +270,17 @@ def add_top(arrays: PackedArrays, name: str, values: Tensor, keys: Tensor, lengt
 def add_labels_once(labels: Labels, table: list[Labels]) -> int:
     """Return the index of labels in a table, and append them if no equal labels are there."""
     for number, known in enumerate(table):
-        if known is labels or all(getattr(known, name) == getattr(labels, name) for name in COMPARED_FIELDS):
+        has_same_texts = all(getattr(known, name) == getattr(labels, name) for name in COMPARED_FIELDS)
+        if known is labels or (has_same_texts and has_same_media(known, labels)):
             return number
     table.append(labels)
     return len(table) - 1
+
+
+def has_same_media(labels: Labels, other: Labels) -> bool:
+    """Whether two labels have the same pictures and recordings: the same tensors, which are not compared by value."""
+    media = [(each.images, each.sounds, *each.pictures) for each in (labels, other)]
+    return len(media[0]) == len(media[1]) and all(a is b for a, b in zip(*media, strict=True))
 
 
 def describe_labels(

@@ -8,17 +8,17 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-from foci.record.compare import Aligned, Comparison, LayerPair
+from foci.record.compare import Comparison, LayerPair
+from foci.record.image_maps import lay_out
 from foci.runtime.console import format_count
 from foci.runtime.printable import make_printable
+from foci.view.terminal.patches import get_picture, write_word_map
 from foci.view.terminal.styled_text import TerminalPage, measure_widest
 from foci.view.terminal.text import format_weight, write_tinted_text
 from foci.view.units import find_unit, list_layer_units, list_units, truncate_text
 
 MAX_LISTED_HEADS = 8
 MAX_LISTED_KEYS = 8
-# Rows that are searched for the one that changed most.
-MAX_SEARCHED_ROWS = 512
 
 
 def show_comparison(
@@ -65,52 +65,89 @@ def write_changes(page: TerminalPage, changes: dict[str, float]) -> None:
 
 
 def write_word(page: TerminalPage, comparison: Comparison, pair: LayerPair, head: str, word: str | int | None) -> None:
-    """Write the attention of one word in both records, and the keys whose weights differ most."""
-    queries, keys = comparison.align(pair.name)
-    name, numbers = find_rows(comparison, pair, head, queries, word)
-    a, b = (rows.mean(0).nan_to_num() for rows in comparison.rows(head, numbers))
+    """Write the attention of one word in both records, and the keys whose weights differ most.
+
+    Where images attend to text, it is the attention of the patches to the word.
+    """
+    axis = int(comparison.is_read_by_image(head))
+    name, numbers = find_word(comparison, pair, head, word, axis)
+    weights = [read_weights(comparison, head, each, side, axis) for side, each in enumerate(numbers)]
     mean = "" if head in pair.heads else ", the mean of its heads"
-    page.heading(f"Attention of “{make_printable(name)}” in {make_printable(head)}{mean}")
-    for side, (record, layer, weights) in enumerate(
-        ((comparison.first, pair.first, a), (comparison.second, pair.second, b))
-    ):
-        labels = record.labels_of(layer)[1]
-        units = list_units(labels, comparison.batch, by_token=True)
-        places = {key[side]: n for n, key in enumerate(keys) if key[side] is not None}
-        marked = None
-        if layer.queries == layer.keys and queries[numbers[0]][side] is not None:
-            position = int(layer.positions[queries[numbers[0]][side]])
-            marked = next((i for i, unit in enumerate(units) if unit.start <= position < unit.stop), None)
+    what = "to" if axis else "of"
+    page.heading(f"Attention {what} “{make_printable(name)}” in {make_printable(head)}{mean}")
+    for side, of_side in enumerate(weights):
         page.line(page.faint(make_printable(truncate_text(comparison.names[side]))))
-        write_tinted_text(
-            page, units, [sum(float(weights[places[p]]) for p in unit.positions) for unit in units], marked
-        )
-    write_differences(page, comparison, head, a, b)
+        write_side(page, comparison, pair, side, axis, numbers[side], of_side)
+    write_differences(page, comparison, head, axis, *weights)
 
 
-def find_rows(
-    comparison: Comparison, pair: LayerPair, head: str, queries: list[Aligned], word: str | int | None
-) -> tuple[str, list[int]]:
-    """Find the rows of a word that both texts have, or the row that changed most."""
-    both = {first: n for n, (first, second) in enumerate(queries) if first is not None and second is not None}
-    units = list_layer_units(comparison.first, pair.first, comparison.batch)[0]
+def read_weights(comparison: Comparison, head: str, numbers: list[int], side: int, axis: int) -> Tensor:
+    """Read the mean of some aligned rows of a record, or of some columns."""
+    if not axis:
+        return comparison.rows(head, numbers)[side].mean(0).nan_to_num()
+    rows = comparison.rows(head, range(len(comparison.align(head)[0])))[side]
+    return rows[:, numbers].mean(1).nan_to_num()
+
+
+def write_side(
+    page: TerminalPage,
+    comparison: Comparison,
+    pair: LayerPair,
+    side: int,
+    axis: int,
+    numbers: list[int],
+    weights: Tensor,
+) -> None:
+    """Write the weights of one record: its text, and its images."""
+    record, layer = ((comparison.first, pair.first), (comparison.second, pair.second))[side]
+    labels, aligned = record.labels_of(layer)[1 - axis], comparison.align(pair.name)
+    places = {both[side]: n for n, both in enumerate(aligned[1 - axis]) if both[side] is not None}
+    patches = {*labels.split_kinds(comparison.batch).get("image", ())}
+    units = [unit for unit in list_units(labels, comparison.batch, by_token=True) if unit.start not in patches]
+    if units:
+        marked, chosen = None, aligned[0][numbers[0]][side]
+        if layer.queries == layer.keys and chosen is not None:
+            position = int(layer.positions[chosen])
+            marked = next((i for i, unit in enumerate(units) if unit.start <= position < unit.stop), None)
+        found = [sum(float(weights[places[p]]) for p in unit.positions) for unit in units]
+        write_tinted_text(page, units, found, marked)
+    of_positions = torch.zeros(len(labels))
+    of_positions[list(places)] = weights[list(places.values())]
+    for segments in labels.grids(comparison.batch):
+        grid = lay_out(of_positions, segments)
+        # A video is drawn as the sum of its frames.
+        grid = grid.sum(0) if grid.dim() == 3 else grid
+        write_word_map(page, grid, get_picture(labels, segments, comparison.batch))
+
+
+def find_word(
+    comparison: Comparison, pair: LayerPair, head: str, word: str | int | None, axis: int
+) -> tuple[str, tuple[list[int], list[int]]]:
+    """Find a word among the queries or keys, by default the one that changed most: its aligned numbers in each text.
+
+    A word that stands at different places in both texts has different numbers.
+    """
+    aligned = comparison.align(pair.name)[axis]
+    units = list_layer_units(comparison.first, pair.first, comparison.batch)[axis]
     if word is None:
-        numbers = list(both.values())[-MAX_SEARCHED_ROWS:]
-        a, b = comparison.rows(head, numbers)
-        best = numbers[int((a - b).abs().sum(1).nan_to_num().argmax())]
-        wanted = queries[best][0]
-        unit = next(unit for unit in units if unit.start <= wanted < unit.stop)  # type: ignore[operator]
+        chosen = comparison.find_most_changed(head)[0]
+        unit = next(unit for unit in units if unit.start <= chosen < unit.stop)  # type: ignore[operator]
     else:
         unit = units[find_unit(units, word, {})]
-    rows = [both[position] for position in unit.positions if position in both]
-    if not rows:
+    both = [n for n, (i, j) in enumerate(aligned) if i in unit.positions and j is not None]
+    if both:
+        return unit.text, (both, both)
+    others = list_layer_units(comparison.second, pair.second, comparison.batch)[axis]
+    other = next((each for each in others if isinstance(word, str) and each.text.strip() == unit.text.strip()), None)
+    if other is None:
         raise ValueError(f"word must be one that both texts have, got {word!r}")
-    return unit.text, rows
+    first = [n for n, (i, _) in enumerate(aligned) if i in unit.positions]
+    return unit.text, (first, [n for n, (_, j) in enumerate(aligned) if j in other.positions])
 
 
-def write_differences(page: TerminalPage, comparison: Comparison, head: str, a: Tensor, b: Tensor) -> None:
-    """Write the keys whose weights differ most."""
-    texts = [make_printable(text.strip()) or "␣" for text in comparison.texts(head)[1]]
+def write_differences(page: TerminalPage, comparison: Comparison, head: str, axis: int, a: Tensor, b: Tensor) -> None:
+    """Write the keys whose weights differ most, or the patches that attend to a word."""
+    texts = [make_printable(text.strip()) or "␣" for text in comparison.texts(head)[1 - axis]]
     order = torch.argsort((b - a).abs(), descending=True, stable=True).tolist()[:MAX_LISTED_KEYS]
     order = [n for n in order if abs(float(b[n] - a[n])) >= 0.0005]
     page.line()

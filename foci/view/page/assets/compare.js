@@ -1,8 +1,9 @@
-// Two records side by side: the text of each, colored by the attention of the selected token, the difference between
-// them, and the matrices of the head. Positions that both texts have are aligned.
+// Two records side by side: the text and the images of each, colored by the attention of the selected token, the
+// difference between them, and the matrices of the head. Positions that both texts have are aligned.
 
 import { button, make, oncePerFrame, onPress, prepareCanvas } from "./dom.js";
 import { createScale, formatPercent, isDark, shade, textColor } from "./colors.js";
+import { drawGrid, forEachCell, frameBox, layOut, lightUp, patchAt, patchBox, readPicture } from "./gridmaps.js";
 import { label } from "./tokens.js";
 
 const MAX_TOKENS = 800;
@@ -15,9 +16,9 @@ const MORE = { light: [196, 60, 117], dark: [238, 106, 93] };
 
 export class CompareView {
   constructor({ store, state }) {
-    Object.assign(this, { store, state, hovered: null });
+    Object.assign(this, { store, state, picked: null });
     const { names, pairs } = store.header.compare;
-    Object.assign(this, { names, pairs });
+    Object.assign(this, { names, pairs, titles: [...names, `${names[1]} − ${names[0]}`] });
     this.select = make("select", { "aria-label": "Head", onchange: () => this.choose(this.select.value) });
     const heads = pairs.flatMap(({ names: all, changes, layers }) => all.map((name, head) => ({
       name, change: changes[head], head: store.layers[layers[0]].names[head],
@@ -27,17 +28,20 @@ export class CompareView {
       make("option", { value: head }, `${name} · changed by ${formatPercent(change)}`)));
     this.note = make("span", { class: "count", title: "The mean total variation distance of the rows of a head" },
       "heads that changed most first");
-    this.panes = names.map((name) => make("div", { class: "comparetext", "aria-label": name }));
-    this.difference = make("div", { class: "comparetext", "aria-label": "Difference" });
+    this.sources = make("div", { class: "comparetext", role: "group", "aria-label": "Selected token" });
+    this.sourceName = make("h3");
+    this.sourceRow = make("div", { class: "comparerow" }, this.sourceName, this.sources);
+    this.panes = this.titles.map((name, n) => make("div", { class: "comparetext", "aria-label": n < 2 ? name : "Difference" }));
+    this.rows = this.titles.map((name, n) => make("div", { class: "comparerow" }, make("h3", {}, name), this.panes[n]));
+    this.missing = make("p", { class: "count", hidden: true }, "Only one of the texts has this token.");
+    this.maps = make("div", { class: "matrices maps" });
     this.list = make("table", { class: "differences" });
     this.matrices = make("div", { class: "matrices" });
-    const rows = [...names.map((name, side) => [name, this.panes[side]]), [`${names[1]} − ${names[0]}`, this.difference]];
     this.element = make(
       "section",
       { class: "view compareview", "aria-label": "Compare" },
       make("div", { class: "tools" }, make("span", { class: "label" }, "head"), this.select, this.note),
-      make("div", { class: "comparebody" },
-        ...rows.map(([name, pane]) => make("div", { class: "comparerow" }, make("h3", {}, name), pane)),
+      make("div", { class: "comparebody" }, this.sourceRow, this.missing, this.maps, ...this.rows,
         make("div", { class: "comparenumbers" }, this.matrices, this.list)),
     );
     this.redraw = oncePerFrame(() => this.render());
@@ -60,116 +64,204 @@ export class CompareView {
     this.redraw();
   }
 
-  // The selected row of the aligned texts, from a position of one of them.
-  row(queries, side) {
+  // The selected one of the aligned positions; -1 if the texts have none in common.
+  row(sources, side) {
     const { chosen } = this.state;
-    const found = chosen.length ? queries.findIndex((both) => both[Math.max(0, side)] === chosen[0]) : -1;
-    const pick = this.hovered ?? (found >= 0 ? found : null);
-    if (pick !== null && pick < queries.length) return pick;
-    return queries.findLastIndex(([a, b]) => a !== null && b !== null);
+    if (this.picked?.chosen === chosen && sources.includes(this.picked.both)) return sources.indexOf(this.picked.both);
+    const found = chosen.length ? sources.findIndex((both) => both[Math.max(0, side)] === chosen[0]) : -1;
+    return found >= 0 ? found : sources.findLastIndex(([a, b]) => a !== null && b !== null);
   }
 
-  // The weights of a row of one record along the keys of both; null where the text does not have the query.
-  weights(sides, side, head, query, keys) {
-    if (query === null) return null;
-    const layer = sides[side];
+  pick(both) {
+    const position = both[Math.max(0, this.pair(this.focus).side)];
+    if (position !== null) this.state.set({ chosen: [position], hover: null });
+    this.picked = { both, chosen: this.state.chosen };
+    this.redraw();
+  }
+
+  // The weights of a query on all keys, or of all queries on a key; null where the text does not have it.
+  weights(layer, head, position, isKey = false) {
+    if (position === null) return null;
     const all = this.store.heads.filter((one) => one.layer === layer.number);
     const heads = head === null ? all : [all[head]];
-    const row = new Float32Array(layer.Tk);
-    for (const one of heads) this.store.addRow(row, one, query, this.state.seq, 1 / heads.length, head === null);
-    return Float32Array.from(keys, (both) => (both[side] === null ? 0 : row[both[side]]));
+    const found = new Float32Array(isKey ? layer.Tq : layer.Tk);
+    for (const one of heads) {
+      this.store[isKey ? "addColumn" : "addRow"](found, one, position, this.state.seq, 1 / heads.length, head === null);
+    }
+    return found;
   }
 
   render() {
     if (!this.focus) return;
     const { pair, head, sides, side } = this.pair(this.focus);
-    const { queries } = pair;
-    const keys = pair.keys ?? queries;
     if (head !== null) this.select.value = sides[0].names[head];
-    const row = this.row(queries, side);
-    const rows = [0, 1].map((n) => this.weights(sides, n, head, queries[row][n], keys));
-    const largest = Math.max(...rows.flatMap((weights) => [...(weights ?? [0])]));
-    const scale = createScale(this.state.scale, [], 0, largest);
-    const texts = [0, 1].map((n) => this.store.texts(sides[n], "keys", this.state.seq));
-    const isSelf = sides[0].self;
-    const place = isSelf ? this.keyRow(sides, queries[row], keys) : null;
-    [0, 1].forEach((n) => this.panes[n].replaceChildren(
-      ...keys.slice(0, MAX_TOKENS).map((both, k) => both[n] === null
-        ? make("span", { class: "gap", title: `only in ${this.names[1 - n]}` }, "·")
-        : this.token(texts[n][both[n]], k, k === place, rows[n] ? shade("to", 0.85 * scale.of(rows[n][k])) : "",
-          rows[n] ? textColor("to", 0.85 * scale.of(rows[n][k])) : "", rows[n] ? formatPercent(rows[n][k]) : "", queries, isSelf)),
-    ));
-    this.renderDifference({ rows, keys, texts, place, queries, isSelf });
-    this.renderMatrices({ pair, head, sides, keys, row });
+    const isKey = this.state.direction === "from";
+    const axes = [pair.queries, pair.keys ?? pair.queries];
+    const [sources, targets] = isKey ? [...axes].reverse() : axes;
+    const [from, to] = isKey ? ["keys", "queries"] : ["queries", "keys"];
+    const chosen = this.row(sources, side);
+    const whole = sides.map((layer, n) => this.weights(layer, head, sources[chosen]?.[n] ?? null, isKey));
+    const shown = {
+      sides, chosen, sources, targets, from, to, whole, isKey,
+      // In self-attention the tokens that are colored are those that can be selected.
+      isShared: sides[0].self && !pair.keys,
+      weights: whole.map((found, n) => found && Float32Array.from(targets, (both) => (both[n] === null ? 0 : found[both[n]]))),
+    };
+    this.missing.hidden = whole.every(Boolean);
+    this.renderSources(shown);
+    this.renderMaps(shown);
+    this.renderTexts(shown);
+    this.renderDifference(shown);
+    this.renderMatrices(axes, head, shown);
   }
 
-  // The row of the keys that is the selected query, in self-attention.
-  keyRow(sides, [a, b], keys) {
-    const side = a === null ? 1 : 0;
-    const position = this.store.keyPosition(sides[side], a ?? b);
-    return keys.findIndex((both) => both[side] === position);
+  // The numbers of the aligned positions that are text; those of patches are shown as maps.
+  listTexts({ sides }, aligned, axis) {
+    const patches = sides.map((layer) => new Set(this.store.imagePositions(layer, axis, this.state.seq)));
+    return [...aligned.keys()].filter((k) => !aligned[k].some((position, n) => patches[n].has(position)));
   }
 
-  token(text, k, isChosen, background, color, title, queries, isSelf) {
-    const element = button(label(text), {
-      class: "comparetoken",
-      title,
-      "aria-pressed": String(isChosen),
-      ...(isSelf ? onPress(() => this.pick(k, queries)) : {}),
-    });
-    if (background) Object.assign(element.style, { backgroundColor: background, color });
+  name({ sides }, both, axis) {
+    const n = both[0] === null ? 1 : 0;
+    return this.store.texts(sides[n], axis, this.state.seq)[both[n]];
+  }
+
+  renderSources(shown) {
+    const { sources, from, chosen, isShared } = shown;
+    this.sourceRow.hidden = isShared;
+    if (isShared) return;
+    this.sourceName.textContent = from === "queries" ? "query" : "key";
+    const texts = this.listTexts(shown, sources, from);
+    const listed = texts.length ? texts : [...sources.keys()];
+    this.sources.replaceChildren(...listed.slice(0, MAX_TOKENS).map((k) => {
+      const only = sources[k].indexOf(null);
+      const title = only < 0 ? "" : `only in ${this.names[1 - only]}`;
+      return this.token(this.name(shown, sources[k], from), k === chosen, title, () => this.pick(sources[k]));
+    }));
+  }
+
+  token(text, isChosen, title, choose, background = "", color = "") {
+    const options = { class: "comparetoken", title, "aria-pressed": String(isChosen), ...(choose ? onPress(choose) : {}) };
+    const element = button(label(text), options);
+    Object.assign(element.style, { backgroundColor: background, color });
     return element;
   }
 
-  pick(k, queries) {
-    const { side } = this.pair(this.focus);
-    const both = queries[Math.min(k, queries.length - 1)];
-    this.hovered = k < queries.length ? k : null;
-    const position = both[Math.max(0, side)];
-    if (position !== null) this.state.set({ chosen: [position], hover: null });
-    this.redraw();
+  // A token that is colored, and that can be selected where it is a query and a key.
+  target({ sides, targets, to, chosen, isShared }, k, title, background, color) {
+    const choose = isShared ? () => this.pick(targets[k]) : null;
+    return this.token(this.name({ sides }, targets[k], to), isShared && k === chosen, title, choose, background, color);
   }
 
-  renderDifference({ rows: [a, b], keys, texts, place, queries, isSelf }) {
-    const name = (k) => (keys[k][0] === null ? texts[1][keys[k][1]] : texts[0][keys[k][0]]);
-    if (!a || !b) {
-      this.difference.replaceChildren(make("span", { class: "count" }, "Only one of the texts has this token."));
-      this.list.replaceChildren();
-      return;
-    }
+  renderTexts(shown) {
+    const { targets, to, weights, isKey } = shown;
+    const texts = this.listTexts(shown, targets, to).slice(0, MAX_TOKENS);
+    for (const row of this.rows) row.hidden = !texts.length;
+    this.rows[2].hidden ||= !weights.every(Boolean);
+    const scale = createScale(this.state.scale, weights.flatMap((one) => [...(one ?? [])]), 0);
+    const direction = isKey ? "from" : "to";
+    weights.forEach((one, n) => this.panes[n].replaceChildren(...texts.map((k) => {
+      if (targets[k][n] === null) return make("span", { class: "gap", title: `only in ${this.names[1 - n]}` }, "·");
+      const level = one ? 0.85 * scale.of(one[k]) : 0;
+      const colors = level ? [shade(direction, level), textColor(direction, level)] : [];
+      return this.target(shown, k, one ? formatPercent(one[k]) : "", ...colors);
+    })));
+  }
+
+  renderDifference(shown) {
+    const { targets, to, weights: [a, b] } = shown;
+    this.list.hidden = !a || !b;
+    if (!a || !b) return;
     const change = Float32Array.from(a, (weight, k) => b[k] - weight);
-    const largest = Math.max(1e-6, ...change.map(Math.abs));
-    this.difference.replaceChildren(...keys.slice(0, MAX_TOKENS).map((_, k) => this.token(
-      name(k), k, k === place, tint(change[k] / largest), "", formatChange(change[k]), queries, isSelf)));
+    const largest = findLargest(change);
+    this.panes[2].replaceChildren(...this.listTexts(shown, targets, to).slice(0, MAX_TOKENS).map((k) =>
+      this.target(shown, k, formatChange(change[k]), tint(change[k] / largest))));
     const order = [...change.keys()].sort((x, y) => Math.abs(change[y]) - Math.abs(change[x]))
       .slice(0, MAX_LISTED).filter((k) => Math.abs(change[k]) >= 0.0005);
     const cells = (k) => [formatPercent(a[k]), formatPercent(b[k]), formatChange(change[k])];
+    const isImage = !this.listTexts(shown, targets, to).length;
     this.list.replaceChildren(
-      make("thead", {}, make("tr", {}, ...["token", ...this.names, "difference"].map((title) => make("th", {}, title)))),
-      make("tbody", {}, ...order.map((k) => make("tr", {}, make("td", {}, label(name(k))),
+      make("thead", {}, make("tr", {}, ...[isImage ? "patch" : "token", ...this.names, "difference"].map((title) => make("th", {}, title)))),
+      make("tbody", {}, ...order.map((k) => make("tr", {}, make("td", {}, label(this.name(shown, targets[k], to))),
         ...cells(k).map((text) => make("td", { class: "number" }, text))))),
     );
   }
 
-  renderMatrices({ pair: { queries }, head, sides, keys, row }) {
+  // The images of both records, and the difference where their grids are the same.
+  renderMaps(shown) {
+    const { sides, to, whole, isKey } = shown;
+    const images = sides.map((layer) => this.store.images(layer, to, this.state.seq));
+    const count = Math.max(...images.map((found) => found.length));
+    this.maps.hidden = !count;
+    const pairs = Array.from({ length: count }, (_, i) => images.map((found, n) =>
+      (found[i] && whole[n] ? { n, segments: found[i].segments, grid: layOut(found[i].segments, (at) => whole[n][at]) } : null)));
+    const scale = createScale(this.state.scale, pairs.flat().flatMap((one) => (one ? [...one.grid.values] : [])), 0);
+    this.maps.replaceChildren(...pairs.flatMap(([a, b]) => [
+      ...[a, b].filter(Boolean).map((one) => this.drawMap(one, scale, isKey ? "from" : "to", shown)),
+      ...(a && b && a.grid.rows === b.grid.rows && a.grid.columns === b.grid.columns ? [this.drawChange(a, b)] : []),
+    ]));
+  }
+
+  drawMap({ n, segments, grid }, scale, direction, shown) {
+    const picture = readPicture(this.store, segments);
+    const { figure, canvas, pen, width, height } = this.createMap(this.titles[n], grid, picture);
+    if (picture) {
+      pen.imageSmoothingEnabled = picture.width > 96;
+      pen.drawImage(picture, 0, 0, width, height);
+      forEachCell(grid, width, height, scale, (level, box) => lightUp(pen, box, level));
+    } else drawGrid(pen, grid, width, height, scale, direction);
+    if (!shown.isShared) return figure;
+    const position = shown.targets[shown.chosen]?.[n] ?? null;
+    const found = position === null ? null : patchBox(segments, position);
+    if (found) frameBox(pen, found, width, height);
+    canvas.addEventListener("pointerdown", ({ clientX, clientY }) => {
+      const box = canvas.getBoundingClientRect();
+      const at = patchAt(segments, (clientX - box.left) / box.width, (clientY - box.top) / box.height);
+      const both = shown.targets.find((each) => at !== null && each[n] === at);
+      if (both) this.pick(both);
+    });
+    return figure;
+  }
+
+  drawChange({ segments, grid }, { grid: other }) {
+    const change = grid.values.map((weight, k) => other.values[k] - weight);
+    const largest = findLargest(change);
+    const picture = readPicture(this.store, segments);
+    const { figure, pen, width, height } = this.createMap(this.titles[2], grid, picture);
+    forEachCell({ ...grid, values: change }, width, height, { of: (weight) => weight / largest }, (level, box) => {
+      pen.fillStyle = tint(level);
+      pen.fillRect(...box);
+    });
+    return figure;
+  }
+
+  createMap(title, { rows, columns }, picture) {
+    const canvas = make("canvas", { role: "img", "aria-label": `Image: ${title}` });
+    const ratio = picture ? picture.width / picture.height : columns / rows;
+    const [width, height] = ratio > 1 ? [MATRIX_SIDE, MATRIX_SIDE / ratio] : [MATRIX_SIDE * ratio, MATRIX_SIDE];
+    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+    const figure = make("figure", {}, canvas, make("figcaption", {}, title));
+    return { figure, canvas, width, height, pen: prepareCanvas(canvas, width, height) };
+  }
+
+  renderMatrices([queries, keys], head, { sides, chosen, isKey }) {
     const isKnown = sides.every((layer) => layer.exact) && queries.length * keys.length <= MAX_MATRIX_CELLS;
     this.matrices.hidden = !isKnown;
     if (!isKnown) return;
-    const [a, b] = [0, 1].map((n) => queries.map((both) => this.weights(sides, n, head, both[n], keys)));
-    let [most, largest] = [1e-6, 1e-6];
-    a.forEach((weights, i) => keys.forEach((_, k) => {
-      most = Math.max(most, weights?.[k] ?? 0, b[i]?.[k] ?? 0);
-      if (weights && b[i]) largest = Math.max(largest, Math.abs(b[i][k] - weights[k]));
+    const [a, b] = sides.map((layer, n) => queries.map((both) => {
+      const row = this.weights(layer, head, both[n]);
+      return row && Float32Array.from(keys, (each) => (each[n] === null ? 0 : row[each[n]]));
     }));
-    const scale = createScale(this.state.scale, [], 0, most);
+    let largest = 1e-6;
+    a.forEach((row, i) => row && b[i] && row.forEach((weight, k) => (largest = Math.max(largest, Math.abs(b[i][k] - weight)))));
+    const scale = createScale(this.state.scale, [...a, ...b].flatMap((row) => [...(row ?? [])]), 0);
     const plain = (matrix) => (i, k) => (matrix[i] ? shade("to", scale.of(matrix[i][k])) : null);
     const change = (i, k) => (a[i] && b[i] ? tint((b[i][k] - a[i][k]) / largest) : null);
-    const titles = [...this.names, `${this.names[1]} − ${this.names[0]}`];
     this.matrices.replaceChildren(...[plain(a), plain(b), change].map((color, n) =>
-      this.drawMatrix(titles[n], queries.length, keys.length, color, row)));
+      this.drawMatrix(this.titles[n], queries.length, keys.length, color, chosen, isKey)));
   }
 
-  drawMatrix(title, rows, columns, color, chosen) {
+  drawMatrix(title, rows, columns, color, chosen, isKey) {
     const canvas = make("canvas", { role: "img", "aria-label": `Matrix: ${title}` });
     const scale = MATRIX_SIDE / Math.max(rows, columns);
     const [width, height] = [columns * scale, rows * scale];
@@ -183,7 +275,8 @@ export class CompareView {
       }
     }
     pen.strokeStyle = "#ffb000";
-    pen.strokeRect(0.5, chosen * scale + 0.5, width - 1, Math.max(2, scale) - 1);
+    const [at, side] = [chosen * scale + 0.5, Math.max(2, scale) - 1];
+    if (chosen >= 0) pen.strokeRect(...(isKey ? [at, 0.5, side, height - 1] : [0.5, at, width - 1, side]));
     return make("figure", {}, canvas, make("figcaption", {}, title));
   }
 }
@@ -192,6 +285,10 @@ export class CompareView {
 function tint(t) {
   const [r, g, b] = (t < 0 ? LESS : MORE)[isDark() ? "dark" : "light"];
   return `rgb(${r} ${g} ${b} / ${Math.round(100 * Math.min(1, Math.abs(t)))}%)`;
+}
+
+function findLargest(changes) {
+  return changes.reduce((most, change) => Math.max(most, Math.abs(change)), 1e-6);
 }
 
 function formatChange(change) {

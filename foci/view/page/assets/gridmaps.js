@@ -78,6 +78,26 @@ export function patchBox(segments, position) {
   return null;
 }
 
+// The picture of an image or a frame as a canvas; null without one.
+export function readPicture(store, segments) {
+  const name = segments.find((segment) => segment.picture)?.picture;
+  if (!name) return null;
+  return store.cached(`picture ${name}`, () => {
+    const [height, width] = store.arrays.shape(name);
+    const bytes = store.arrays.raw(name).planes[0];
+    const canvas = document.createElement("canvas");
+    [canvas.width, canvas.height] = [width, height];
+    const pen = canvas.getContext("2d");
+    const image = pen.createImageData(width, height);
+    for (let i = 0; i < width * height; i++) {
+      for (let c = 0; c < 3; c++) image.data[4 * i + c] = bytes[3 * i + c];
+      image.data[4 * i + 3] = 255;
+    }
+    pen.putImageData(image, 0, 0);
+    return canvas;
+  });
+}
+
 // Draws the cells of a grid; draw(level, box) gets the level of each from 0 to 1 and its place in whole pixels.
 export function forEachCell({ rows, columns, values }, width, height, scale, draw) {
   for (let n = 0; n < rows * columns; n++) {
@@ -105,4 +125,14 @@ export function lightUp(pen, box, level, opacity = 1) {
   // A black place must brighten too.
   fill(LIGHT, level * opacity, "lighten");
   Object.assign(pen, { globalAlpha: 1, globalCompositeOperation: "source-over" });
+}
+
+// Frames a patch, whose box is from 0 to 1.
+export function frameBox(pen, { x, y, width: wide, height: tall }, width, height) {
+  const box = [x * width + 1, y * height + 1, wide * width - 2, tall * height - 2];
+  for (const [line, color] of [[4, DARK], [2, "#ffd166"]]) {
+    Object.assign(pen, { lineWidth: line, strokeStyle: color });
+    pen.strokeRect(...box);
+  }
+  pen.lineWidth = 1;
 }

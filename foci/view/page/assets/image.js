@@ -5,7 +5,8 @@ import { choice, cssColor, draw, make, onPress, prepareCanvas, oncePerFrame } fr
 import { formatPercent, createScale, shade, textColor } from "./colors.js";
 import { addUnitWeights, describeHeads, getUnits } from "./focus.js";
 import {
-  DARK, MAX_DARKNESS, drawGrid, forEachCell, layOut, lightUp, listFrames, patchAt, patchBox, shownSegments,
+  DARK, MAX_DARKNESS, drawGrid, forEachCell, frameBox, layOut, lightUp, listFrames, patchAt, patchBox, readPicture,
+  shownSegments,
 } from "./gridmaps.js";
 import { createAnswer } from "./answer.js";
 import { focusCsv, svgSheet } from "./export.js";
@@ -297,24 +298,6 @@ export class ImageView {
     event.preventDefault();
   }
 
-  picture(name) {
-    if (!name) return null;
-    return this.store.cached(`picture ${name}`, () => {
-      const [height, width] = this.store.arrays.shape(name);
-      const bytes = this.store.arrays.raw(name).planes[0];
-      const canvas = document.createElement("canvas");
-      [canvas.width, canvas.height] = [width, height];
-      const pen = canvas.getContext("2d");
-      const image = pen.createImageData(width, height);
-      for (let i = 0; i < width * height; i++) {
-        for (let c = 0; c < 3; c++) image.data[4 * i + c] = bytes[3 * i + c];
-        image.data[4 * i + 3] = 255;
-      }
-      pen.putImageData(image, 0, 0);
-      return canvas;
-    });
-  }
-
   // Whether the patches are colored: the weights are theirs, and the selection is not a patch next to a text.
   isColored() {
     const { focus } = this;
@@ -348,7 +331,7 @@ export class ImageView {
 
   drawImage({ canvas, segments }, room, high, scale) {
     const parts = segments();
-    const picture = this.picture(parts.find((segment) => segment.picture)?.picture);
+    const picture = readPicture(this.store, parts);
     const grid = this.grid(parts);
     const ratio = picture ? picture.width / picture.height : grid.columns / grid.rows;
     const width = Math.max(60, Math.min(room, high * ratio));
@@ -385,12 +368,7 @@ export class ImageView {
     for (const u of isHere ? focus.picks : []) {
       const found = patchBox(segments, this.imagePosition(focus.sources.start[u]));
       if (!found) continue;
-      const box = [found.x * width + 1, found.y * height + 1, found.width * width - 2, found.height * height - 2];
-      for (const [line, color] of [[4, DARK], [2, "#ffd166"]]) {
-        Object.assign(pen, { lineWidth: line, strokeStyle: color });
-        pen.strokeRect(...box);
-      }
-      pen.lineWidth = 1;
+      frameBox(pen, found, width, height);
     }
   }
 
