@@ -45,7 +45,7 @@ class CpuSteps(CachedSteps):
         tied = decoder.embedding.tokens.weight
         self.head = Linear(tied if decoder.head.kind == "tied" else decoder.head.weight, decoder.head.bias)
         self.rows = torch.arange(len(self.tokens), device=self.tokens.device)
-        self.key_rows = self.rows.expand(MIN_NEW_SLOTS, -1)  # (slots, R)
+        self.key_rows = self.rows.new_empty(0, len(self.rows))  # (slots, R)
         self.memory_rows, self.memory_lengths = self.rows, self._read_lengths()
         self.left_padding: Tensor | None = None
 
@@ -101,7 +101,7 @@ class CpuSteps(CachedSteps):
 
     def _reserve(self, slots: int) -> None:
         """Make room for that many slots of all rows."""
-        if slots > len(self.key_rows) or not self.key_rows.is_contiguous():
+        if slots > len(self.key_rows):
             key_rows = self.key_rows.new_empty(max(slots + MIN_NEW_SLOTS, slots * 3 // 2), self.key_rows.shape[1])
             key_rows[: self.length] = self.key_rows[: self.length]
             self.key_rows = key_rows

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 import foci
+import foci.nn
 from foci import statistics
 from foci.arguments import Call, prepare_call
 from foci.backends import reference
+from foci.decoding.cpu_steps import CpuSteps
+from foci.decoding.step_c import rank_tokens
+from foci.decoding.steps import PreparedPrompt
 from foci.runtime import native
 from foci.weights import dense_attention_c
 from tests.tensors import randn
@@ -44,7 +48,7 @@ def call_of(dtype: torch.dtype) -> Call:
 
 
 def test_a_library_is_compiled_for_each_set(instruction_set: str) -> None:
-    for name in ("additive", "attention"):
+    for name in ("additive", "attention", "decoding"):
         assert native.load_library(name).lanes() == {"AVX512": 16, "AVX2": 8}[instruction_set]
 
 
@@ -84,3 +88,19 @@ def test_the_dense_matrix() -> None:
     weights, _ = reference.softmax_with_lse(reference.compute_logits(exact, exact.q, exact.k, exact.full_tile()))
     torch.testing.assert_close(matrix.double(), weights, atol=3e-6, rtol=0)
     torch.testing.assert_close(out.double(), weights @ exact.v, atol=3e-6, rtol=0)
+
+
+def test_decoding_steps() -> None:
+    torch.manual_seed(0)
+    model = foci.nn.Decoder.from_name("tiny", vocabulary=50, width=64, heads=4)
+    tokens = torch.randint(50, (5, 7))
+    with torch.no_grad():
+        steps = CpuSteps(model.eval(), PreparedPrompt(tokens[:, :4], None, None))
+        steps.prefill()
+        logits = [steps.advance(column) for column in tokens[:, 4:].unbind(1)][-1]
+        expected = model.double()(tokens).logits[:, -1]
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=0)
+    logs, ranked = rank_tokens(logits, 6)
+    true = expected.log_softmax(-1).topk(6)
+    assert torch.equal(ranked, true.indices)
+    torch.testing.assert_close(logs.double(), true.values, atol=1e-5, rtol=0)
