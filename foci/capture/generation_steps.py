@@ -49,6 +49,11 @@ def fingerprint_keys(k: Tensor) -> Tensor:
     return (k if is_viewable else k.clone(memory_format=torch.contiguous_format)).view(torch.int64).sum(-1)
 
 
+def make_empty_keys(k: Tensor) -> Tensor:
+    """Keys of length 0; a slice of the keys would hold the memory of all of them."""
+    return k.new_empty((*k.shape[:2], 0, k.shape[3]))
+
+
 @dataclass
 class GenerationStep:
     """One attention call of a generation, without its keys."""
@@ -61,7 +66,7 @@ class GenerationStep:
     @classmethod
     def from_weights(cls, weights: Weights) -> GenerationStep:
         held, call = weights.tensors, weights.tensors.call
-        nothing = call.k[:, :, :0]
+        nothing = make_empty_keys(call.k)
         fingerprints = held.fingerprint_of(call.q), held.fingerprint_of(held.lse)
         # Faster than `dataclasses.replace`: every step of a generation runs it in every layer.
         without_keys = Call(
@@ -73,7 +78,7 @@ class GenerationStep:
     @classmethod
     def from_token(cls, q: Tensor, k: Tensor, lse: Tensor) -> GenerationStep:
         """The step of a call (B, H, T, D) without a mask and of the default score."""
-        nothing, shape, keys = k[:, :, :0], q.shape, k.shape[2]
+        nothing, shape, keys = make_empty_keys(k), q.shape, k.shape[2]
         sizes = CallSizes((shape[0],), shape[1], shape[2], keys, q.device)
         call = Call(q, nothing, nothing, sizes, DEFAULT_SCORE, needs_lse=True)
         return cls(call, lse, keys, (fingerprint(q), fingerprint(lse)))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import foci
 from foci.capture.generation_steps import fingerprint_keys
@@ -81,6 +82,21 @@ def test_only_the_last_keys_are_kept() -> None:
     assert many is not None
     assert repr(many.tensors.call.mask) == "causal"
     assert many.nbytes <= one.nbytes
+
+
+@pytest.mark.parametrize("steps", [[5, 1, 1, 1, 1], [3, 2, 2, 2]])
+@pytest.mark.parametrize("keep", ["lazy", foci.Keep()])
+def test_the_keys_of_earlier_steps_are_freed(steps: list[int], keep: Any) -> None:
+    model = attention()
+    memory, start = [], 0
+    with torch.no_grad(), foci.watch(model, keep=keep):
+        for count in steps:
+            model(TEXT[:, start : start + count])
+            assert model.kept is not None
+            memory.append(StorageWeakRef(model.kept[0].untyped_storage()))
+            start += count
+        # The first keys share memory with their queries, which are kept.
+        assert [each.expired() for each in memory[1:]] == [True] * (len(steps) - 2) + [False]
 
 
 @pytest.mark.parametrize("steps", [[5, 1, 1, 1, 1], [4, 3, 2]])
