@@ -66,6 +66,12 @@ def explain_misfit(layer: Layer, labels: dict[str, Labels]) -> str | None:
                 f"the labels {name!r} must have {layer.shape[0]} sequences of {length} positions, as {layer.name} has,"
                 f" got {along.batch} of {len(along)}"
             )
+    grid = labels.get(layer.keys)
+    if grid is not None and grid.grid is not None and len(grid) != layer.shape[-1]:
+        return (
+            f"the labels {layer.keys!r} must have {layer.shape[-1]} positions, as {layer.name} has, got"
+            f" {grid.grid[0]} x {grid.grid[1]} patches after {grid.leading} positions"
+        )
     return None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foci.record import metrics
 from foci.record.labels import Labels, Segment
+from foci.runtime.checks import is_positive_int
 
 if TYPE_CHECKING:
     from foci.record.layer import Layer
@@ -270,7 +271,7 @@ def get_image(record: Record, layer: Layer, image: int, batch: int, axis: int = 
 
 def check_heads(layers: Sequence[Layer], head: Any) -> None:
     known = set.intersection(*({*layer.heads} for layer in layers))
-    if head not in (None, "each") and head not in known:
+    if head not in (None, "each") and (isinstance(head, bool) or head not in known):
         raise ValueError(f"head must be None, 'each' or a number from {sorted(known)}, got {head!r}")
 
 
@@ -495,9 +496,9 @@ def enlarge(result: Tensor, upsample: Any, labels: Labels, image: int, batch: in
         if picture is None:
             raise ValueError("upsample must be (height, width), got True: the record has no picture of the image")
         size = tuple(picture.shape[:2])
-    elif isinstance(upsample, list | tuple) and len(upsample) == 2 and all(isinstance(n, int) for n in upsample):
+    elif isinstance(upsample, list | tuple) and len(upsample) == 2 and all(map(is_positive_int, upsample)):
         size = tuple(upsample)
     else:
-        raise ValueError(f"upsample must be True, False or (height, width), got {upsample!r}")
+        raise ValueError(f"upsample must be True, False or (height, width) of at least 1, got {upsample!r}")
     flat = result.reshape(1, -1, *result.shape[-2:])
     return F.interpolate(flat, size, mode="bilinear").reshape(*result.shape[:-2], *size)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foci.runtime.checks import is_positive_int
+
 LABEL_KINDS = ("tokens", "patches", "frames", "positions")
 SEGMENT_KINDS = ("patches", "frames")
 # The number of channels of a picture: grey, color, color with opacity.
@@ -71,8 +73,8 @@ class Segment:
         if self.kind not in SEGMENT_KINDS:
             raise ValueError(f"kind must be one of {', '.join(map(repr, SEGMENT_KINDS))}, got {self.kind!r}")
         for name in ("rows", "columns"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not is_positive_int(getattr(self, name)):
+                raise ValueError(f"{name} must be an int of at least 1, got {getattr(self, name)!r}")
         if min(self.sequence, self.start, self.image) < 0:
             raise ValueError(f"sequence, start and image must be at least 0, got {self}")
         if self.stride is not None and self.stride < self.columns:
@@ -180,12 +182,14 @@ class Labels:
             extra: the number of positions before the first patch, or their names.
         """
         for name, number in (("rows", rows), ("columns", columns)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            if not is_positive_int(number):
                 raise ValueError(f"{name} must be an int of at least 1, got {number!r}")
-        if isinstance(extra, int):
+        if isinstance(extra, int) and not isinstance(extra, bool) and extra >= 0:
             before = ("class token", *(f"register {i}" for i in range(1, extra)))[:extra]
-        else:
+        elif isinstance(extra, list | tuple) and all(isinstance(each, str) for each in extra):
             before = tuple(extra)
+        else:
+            raise ValueError(f"extra must be an int of at least 0 or a list of names, got {extra!r}")
         images = None if image is None else torch.stack([shrink_picture(each) for each in to_pictures(image)])
         texts = (*before, *Segment("patches", rows=rows, columns=columns).texts())
         batch = 1 if images is None else len(images)
@@ -369,6 +373,7 @@ def validate_labels(labels: Labels) -> None:
 
 def to_pictures(image: Any) -> list[Tensor]:
     """One or several pictures as uint8 (height, width, 3): of a PIL image, an array, a tensor, or a list of them."""
+    expected = "image must be a PIL image, or an array (height, width, 3), (3, height, width) or (height, width), got"
     if isinstance(image, list | tuple):
         return [picture for each in image for picture in to_pictures(each)]
     if isinstance(image, Tensor):
@@ -377,7 +382,10 @@ def to_pictures(image: Any) -> list[Tensor]:
         import numpy
 
         # A copy: the array of a PIL image is read-only.
-        tensor = torch.from_numpy(numpy.array(image))
+        array = numpy.array(image)
+        if array.dtype.kind not in "buif":
+            raise TypeError(f"{expected} a {type(image).__name__}")
+        tensor = torch.from_numpy(array)
     if tensor.dim() == 2:
         tensor = tensor.unsqueeze(-1)
     if tensor.dim() == 4:
@@ -385,10 +393,7 @@ def to_pictures(image: Any) -> list[Tensor]:
     if tensor.dim() == 3 and tensor.shape[-1] not in CHANNELS and tensor.shape[0] in CHANNELS:
         tensor = tensor.permute(1, 2, 0)
     if tensor.dim() != 3 or tensor.shape[-1] not in CHANNELS:
-        raise ValueError(
-            "image must be a PIL image, or an array (height, width, 3), (3, height, width) or (height, width), got"
-            f" {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"{expected} {tuple(tensor.shape)}")
     color = tensor[..., :3].expand(*tensor.shape[:2], 3)
     return [color if color.dtype == torch.uint8 else scale_to_bytes(color)]
 

@@ -88,7 +88,9 @@ def test_wrong_input_is_refused() -> None:
         (r"head must be None, 'each' or a number from \[0, 1\], got 2", {"query": "a", "head": 2}),
         (r"layer must be a number from \[0, 1, 2\], got 3", {"query": "a", "layer": 3}),
         (r"upsample must be \(height, width\), got True: the record has no picture", {"query": "a", "upsample": True}),
-        (r"upsample must be True, False or \(height, width\), got 3", {"query": "a", "upsample": 3}),
+        (r"upsample must be True, False or \(height, width\) of at least 1, got 3", {"query": "a", "upsample": 3}),
+        (r"upsample must be True, False or .* of at least 1, got \(0, 4\)", {"query": "a", "upsample": (0, 4)}),
+        (r"head must be None, 'each' or a number from .*, got True", {"query": "a", "head": True}),
     ):
         with pytest.raises(ValueError, match=match):
             seen.image_map(**wrong)
@@ -139,7 +141,8 @@ def test_segments_are_saved(tmp_path: Path) -> None:
     ("wrong", "match"),
     [
         ({"kind": "words"}, "kind must be one of 'patches', 'frames'"),
-        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"rows": 0}, "rows must be an int of at least 1, got 0"),
+        ({"columns": 2.5}, "columns must be an int of at least 1, got 2.5"),
         ({"columns": 3, "stride": 2}, "stride must be at least the 3 columns, got 2"),
         ({"columns": 2, "order": (0, 0)}, "order must have each of the 2 patches once"),
         ({"box": (0, 0, 0, 1)}, "box must be top, left, bottom, right"),

@@ -123,3 +123,19 @@ def test_positions() -> None:
 def test_inconsistent_labels_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Labels(**{"kind": "tokens", "texts": (("a",),)} | options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"extra": -1}, "extra must be an int of at least 0 or a list of names, got -1"),
+        ({"extra": 1.5}, "extra must be an int of at least 0 or a list of names, got 1.5"),
+        ({"extra": "class"}, "extra must be an int of at least 0 or a list of names, got 'class'"),
+        ({"columns": 2.5}, "columns must be an int of at least 1, got 2.5"),
+        ({"image": "shoe.png"}, r"image must be a PIL image, or an array .*, got a str"),
+        ({"image": object()}, r"image must be a PIL image, or an array .*, got an? object"),
+    ],
+)
+def test_wrong_grids_of_patches_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        Labels.patches(**{"rows": 2, "columns": 2} | arguments)

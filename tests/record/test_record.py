@@ -110,6 +110,8 @@ def test_labels_set_afterwards_that_fit_no_layer_are_refused() -> None:
         with pytest.raises(ValueError, match=r"'input' must have 1 sequences of 5 positions, as layers.0 has, got"):
             record.label(wrong)
     assert record.labels["input"].texts == (tuple("abcde"),)
+    with pytest.raises(ValueError, match=r"'input' must have 5 positions, as layers.0 has, got 3 x 3 patches after 1"):
+        record.label(Labels.patches(3, 3, extra=1))
     record.layers["longer"] = Layer("longer", index=2, matrix=matrices(1, 7, 7)[0])
     assert record.label([list("vwxyz")]).labels["input"].texts == (tuple("vwxyz"),)
 

@@ -142,9 +142,14 @@ def mirrored_images() -> tuple[Record, Record]:
     return first, second
 
 
-def denoising(steps: int = 4) -> Record:
-    """Patches of 4 x 4 that attend to a prompt; at step n, patch n attends to “shoe”."""
-    labels = {"prompt": Labels.tokens([["<s>", "red", " shoe"]]), "image": Labels.patches(4, 4)}
+def denoising(steps: int = 4, frames: int = 0) -> Record:
+    """Patches of 4 x 4 that attend to a prompt; at step n, patch n attends to “shoe”. With frames, of a video."""
+    patches = Labels.patches(4, 4)
+    if frames:
+        rows = 4 // frames
+        parts = [Segment("patches", start=4 * rows * n, rows=rows, columns=4, frame=n) for n in range(frames)]
+        patches = Labels("patches", (("",) * 16,)).with_segments(parts)
+    labels = {"prompt": Labels.tokens([["<s>", "red", " shoe"]]), "image": patches}
     found = []
     for step in range(steps):
         rows = torch.tensor([0.8, 0.1, 0.1]).repeat(16, 1)

@@ -50,6 +50,17 @@ def test_steps_are_a_row_or_an_animation(tmp_path: Path) -> None:
         assert animation.n_frames == 5
 
 
+def test_the_steps_of_a_video_are_drawn_for_a_frame(tmp_path: Path) -> None:
+    record = records.denoising(steps=6, frames=2)
+    ax = plots.plot_word_steps(record, "shoe", frames=2, frame=1)
+    torch.testing.assert_close(drawn(ax), record.image_map("shoe", step=0)[1].to(drawn(ax)))
+    record.save(tmp_path / "x.gif", word="shoe", dpi=40)
+    with PIL.open(tmp_path / "x.gif") as animation:
+        assert animation.n_frames >= 5
+    with pytest.raises(ValueError, match=r"frame must be from 0 to 1, got 'last'"):
+        record.save(tmp_path / "x.gif", word="shoe", frame="last")
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_figures_of_words_are_written(suffix: str, tmp_path: Path) -> None:
     records.words_and_images().save(tmp_path / f"x.{suffix}", words=["red"], dpi=40)

@@ -83,6 +83,7 @@ def plot_word_steps(
     image: int = 0,
     layer: int | str | None = None,
     head: int | None = None,
+    frame: int = 0,
     batch: int = 0,
     columns: int | None = None,
 ) -> Axes:
@@ -91,12 +92,13 @@ def plot_word_steps(
     Args:
         word: a word or a position of the prompt.
         frames: the number of steps that are drawn.
+        image, layer, head, batch: as in `Record.image_map`; `frame` of a video.
     """
     steps = space_steps(record, frames)
     options: dict[str, Any] = {"image": image, "layer": layer, "head": head, "batch": batch}
-    maps = [record.image_map(check_word(word), **options, step=step) for step in steps]
+    maps = [select_frame(record.image_map(check_word(word), **options, step=step), frame) for step in steps]
     titles = [f"step {step + 1}" for step in steps]
-    return draw_panels(maps, titles, find_picture(record, image, 0, batch), columns or len(maps), False)
+    return draw_panels(maps, titles, find_picture(record, image, frame, batch), columns or len(maps), False)
 
 
 @use_figure_style()
@@ -109,6 +111,7 @@ def save_animation(
     image: int = 0,
     layer: int | str | None = None,
     head: int | None = None,
+    frame: int = 0,
     batch: int = 0,
     dpi: int = 100,
 ) -> None:
@@ -116,6 +119,7 @@ def save_animation(
 
     Args:
         seconds: the duration of the animation.
+        image, layer, head, batch: as in `Record.image_map`; `frame` of a video.
     """
     try:
         import PIL  # noqa: F401
@@ -125,9 +129,9 @@ def save_animation(
 
     steps = space_steps(record, MAX_ANIMATED_FRAMES)
     options: dict[str, Any] = {"image": image, "layer": layer, "head": head, "batch": batch}
-    maps = [record.image_map(check_word(word), **options, step=step) for step in steps]
+    maps = [select_frame(record.image_map(check_word(word), **options, step=step), frame) for step in steps]
     most = max(theme.find_full_color_weight(each, each.numel()) for each in maps)
-    picture = find_picture(record, image, 0, batch)
+    picture = find_picture(record, image, frame, batch)
     figure, ax = theme.import_pyplot().subplots(figsize=(3, 3.3), layout="constrained")
 
     def draw(number: int) -> list[Any]:
@@ -183,7 +187,7 @@ def select_frame(found: Tensor, frame: int) -> Tensor:
     """Select the frame of a video; an image has none."""
     if found.dim() == 2:
         return found
-    if not 0 <= frame < found.shape[0]:
+    if not isinstance(frame, int) or not 0 <= frame < found.shape[0]:
         raise ValueError(f"frame must be from 0 to {found.shape[0] - 1}, got {frame!r}")
     return found[frame]
 
