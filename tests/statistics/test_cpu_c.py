@@ -275,6 +275,8 @@ def test_nan_in_a_query_affects_only_its_row() -> None:
     for name in ("entropy", "distance"):
         assert torch.equal(found[name][0, 0].isnan(), rows)
         assert not bool(found[name][0, 1].isnan().any())
+    assert torch.equal(found["top_values"][0, 0].isnan(), rows[:, None].expand(-1, 4))
+    assert not bool(found["top_values"][0, 1].isnan().any())
 
 
 @pytest.mark.usefixtures("_any_size")

@@ -237,13 +237,14 @@ static void start_block(BlockState *state)
     }
 }
 
-static void write_top_keys(const TopKeys *top, int64_t count, float *values, int32_t *keys)
+/* The rest is `missing`: 0, or NaN in a row of NaN, in which no key is found. */
+static void write_top_keys(const TopKeys *top, int64_t count, float missing, float *values, int32_t *keys)
 {
     for (int64_t i = 0; i < count; i += LANES) {
         float weights[LANES];
         store(weights, exp2_approx(load(top->values + i)));
         for (int64_t j = i; j < min_int(i + LANES, count); j++) {
-            values[j] = j < top->found ? weights[j - i] : 0;
+            values[j] = j < top->found ? weights[j - i] : missing;
             keys[j] = j < top->found ? top->keys[j] : -1;
         }
     }
@@ -263,7 +264,8 @@ static void write_results(const BlockState *state)
             float found = row->top.values[0] + row->shift;
             *largest = found > *largest ? found : *largest;
         }
-        if (args->top) write_top_keys(&row->top, args->top, args->top_values + at * args->top, args->top_keys + at * args->top);
+        float missing = row->entropy != row->entropy ? row->entropy : 0;
+        if (args->top) write_top_keys(&row->top, args->top, missing, args->top_values + at * args->top, args->top_keys + at * args->top);
     }
 }
 
