@@ -127,7 +127,9 @@ class LayerLog:
         log.first_call, log.shape, log.queries, log.keys = (length, length), (batch, heads, heads), length, length
         log.passes, log.query_numbers, log.query_positions = [call.number], [range(length)], [range(length)]
         if pending is None:
-            log._store(**log._new_value_norms(call.v))
+            if not call.has_changed_values:
+                log._store(**log._new_value_norms(call.v))
+            log.keys_with_norms = length
             log._add_step(call.to_weights(), call.v)
         else:
             log._set_first(pending, call.shape)
@@ -377,7 +379,8 @@ class LayerLog:
                 contents["kept_keys"] = self.text.keys if self.keep.keys else ()
                 contents["kept_queries"] = self.text.queries if self.keep.queries else ()
         norms = None
-        if value_norms:
+        # Values that were changed in place have none.
+        if value_norms and sum(each.shape[2] for each in value_norms) == self.keys:
             norms = value_norms[0] if len(value_norms) == 1 else torch.cat(value_norms, 2)
         positions = None if has_default_positions else torch.tensor([*chain.from_iterable(self.query_positions)])
         return Layer(

@@ -35,7 +35,7 @@ class PlainCall(NamedTuple):
     """A call without a mask or with `causal`, of the default score, and the first one of its module.
 
     name: of the module; number: of the pass; shape: (B, H, Tq, Tk); lse: the log-sum-exp; is_cross: what the inputs of
-    the module tell; original: the fingerprints of query and key at the call.
+    the module tell; original: the fingerprints of query, key and value at the call.
     """
 
     name: str
@@ -52,7 +52,11 @@ class PlainCall(NamedTuple):
     @property
     def is_changed(self) -> bool:
         """Whether query or key were changed in place since the call."""
-        return (fingerprint(self.q), fingerprint(self.k)) != self.original
+        return (fingerprint(self.q), fingerprint(self.k)) != self.original[:2]
+
+    @property
+    def has_changed_values(self) -> bool:
+        return fingerprint(self.v) != self.original[2]
 
     def without_tensors(self) -> PlainCall:
         return self._replace(**dict.fromkeys(("q", "k", "v", "lse")))  # type: ignore[arg-type]
@@ -60,7 +64,7 @@ class PlainCall(NamedTuple):
     def to_weights(self) -> Weights:
         """The weights, which raise an error if query or key were changed since the call."""
         weights = Weights.from_plain_call(self.q, self.k, DEFAULT_SCORE, self.mask, self.lse)
-        for tensor, original in zip((self.q, self.k), self.original, strict=True):
+        for tensor, original in zip((self.q, self.k), self.original, strict=False):
             weights.tensors.set_fingerprint(tensor, original)
         return weights
 
@@ -80,6 +84,9 @@ class PendingCall:
     @property
     def is_changed(self) -> bool:
         assert self.call is not None
+        # Calls wait only if their values had version 0.
+        if self.values is not None and self.values._version:
+            return True
         return self.call.is_changed if isinstance(self.call, PlainCall) else self.call.tensors.is_changed()
 
 

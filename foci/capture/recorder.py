@@ -48,7 +48,7 @@ HEAD_NAME = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+)
 # Weights on text are computed from whole rows up to this many entries, 64 MiB in float32.
 MAX_SHORT_ENTRIES = 2**24
 
-LOST_REASON = "its queries or keys were changed in place after the call: pass clones to the call"
+LOST_REASON = "its queries, keys or values were changed in place after the call: pass clones to the call"
 
 
 def gather_whole(values: Any) -> Tensor:
@@ -321,7 +321,10 @@ class Recorder:
         if self.keeps_own_calls or self.window_grids.has_any or not self.is_counting() or self._must_hide_from_dynamo:
             return None
         is_known, is_cross = self.module_inputs.tell_plain(name)
-        if not is_known or q.is_inference() or self.layer_names.of(name).is_cross:
+        if not is_known or self.layer_names.of(name).is_cross:
+            return None
+        # Inference tensors have no version.
+        if q.is_inference() or k.is_inference() or v.is_inference():
             return None
         if self._open_logs:
             return self._run_token(name, q, k, v) if mask is None else None
@@ -334,7 +337,7 @@ class Recorder:
         batch, heads, length, _ = q.shape
         shape = batch, heads, length, length
         # What `fingerprint` returns for these, without its checks.
-        original = tuple((each._version, each.data_ptr(), each.shape, each.stride()) for each in (q, k))
+        original = tuple((each._version, each.data_ptr(), each.shape, each.stride()) for each in (q, k, v))
         call = PlainCall(name, self._pass_number, shape, q, k, v, mask, lse, is_cross, original)
         self._check_plain_limit(call)
         self.count_call(name)
@@ -349,7 +352,7 @@ class Recorder:
         log = self._open_logs.get((name, 1))
         if log is None or q.dim() != 4 or k.dim() != 4 or not log.is_continued_by_token(q, k):
             return None
-        if log.passes[-1] == self._pass_number or k.is_inference() or v.is_inference():
+        if log.passes[-1] == self._pass_number:
             return None
         (batch, heads, queries, _), keys = q.shape, k.shape[2]
         size = q.nbytes if self.keep is None else self.keep.nbytes(batch, heads, queries, keys)

@@ -342,7 +342,8 @@ class Layer:
         """The norms of the values for each query head: (B, H, Tk)."""
         if self.value_norms is None:
             raise ValueError(
-                f"the values of {self.label} were not recorded: use keep=foci.Keep(values=True) or keep='lazy'"
+                f"the values of {self.label} were not recorded, or changed in place after the call: use"
+                " keep=foci.Keep(values=True) or keep='lazy'"
             )
         norms = self.value_norms
         if self.single:

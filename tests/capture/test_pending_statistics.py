@@ -49,6 +49,26 @@ class Changing(FusedAttention):
         return self.output(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+class ChangingValues(FusedAttention):
+    """Attention that changes its values after the call."""
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        q, k, v = (part.clone() for part in self.split(x))
+        out = F.scaled_dot_product_attention(q, k, v)
+        v.zero_()
+        return self.output(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class InferenceKeys(FusedAttention):
+    """Attention to keys that were computed in inference mode."""
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        with torch.inference_mode():
+            _, k, v = self.split(x)
+        out = F.scaled_dot_product_attention(self.split(x)[0], k, v)
+        return self.output(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
 class Scaling(FusedAttention):
     """Attention whose queries are changed in place before and after the call."""
 
@@ -116,6 +136,26 @@ def test_a_layer_whose_queries_were_changed_after_the_call_is_unseen() -> None:
     assert "changed in place after the call" in seen.unseen[0]
     with pytest.raises(RuntimeError, match="the query was changed in place"):
         record(model, x)["L0"].entropy()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_values_that_were_changed_after_the_call_have_no_norms(passes: int) -> None:
+    model, x = Stack(2, ChangingValues), randn(1, 9, 16)
+    with torch.no_grad(), foci.watch(model) as seen:
+        for _ in range(passes):
+            model(x)
+    assert seen["L0"].entropy().shape == (1, 4, 9)
+    with pytest.raises(ValueError, match="changed in place after the call"):
+        seen["L0"].norms()
+    assert "values were changed in place after the call" in record(model, x, KEEP).unseen[0]
+    assert record(model, x, foci.Keep(values=False)).unseen == []
+
+
+@pytest.mark.parametrize("keep", ["lazy", KEEP])
+def test_keys_of_inference_mode(keep: Any) -> None:
+    model, plain, x = Stack(1, InferenceKeys), Stack(1), randn(1, 9, 16)
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(record(model, x, keep)["L0"].entropy(), record(plain, x, keep)["L0"].entropy())
 
 
 @pytest.mark.parametrize("keep", ["lazy", KEEP])
