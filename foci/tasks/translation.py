@@ -277,7 +277,7 @@ class Translation(Task[Pair, str]):
 def check_alignment(layers: Sequence[int], model: Any) -> None:
     """Raises ValueError unless the model has cross-attention in these layers."""
     count = sum("cross.L" in name for name in model.attentions())
-    if not all(0 <= number < count for number in layers):
+    if not all(type(number) is int and 0 <= number < count for number in layers):
         raise ValueError(f"task.alignment must be layers from 0 to {count - 1}, got {tuple(layers)}")
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,7 +173,8 @@ def test_alignment_is_the_mean_of_the_chosen_layers_and_views_show_it_first(tmp_
     torch.testing.assert_close(foci.load(tmp_path / "record.foci")["alignment.L0"][0, 1, 0], expected)
 
 
-def test_alignment_of_a_missing_layer_is_refused() -> None:
-    task = Translation.from_examples(TranslationSettings(size="tiny", alignment=(7,)), [Pair("a dog", "ein Hund")])
-    with pytest.raises(ValueError, match=r"task.alignment must be layers from 0 to 1, got \(7,\)"):
+@pytest.mark.parametrize("layer", [7, "first", True])
+def test_alignment_of_a_missing_layer_is_refused(layer: Any) -> None:
+    task = Translation.from_examples(TranslationSettings(size="tiny", alignment=(layer,)), [Pair("a dog", "ein Hund")])
+    with pytest.raises(ValueError, match=rf"task.alignment must be layers from 0 to 1, got \({layer!r},\)"):
         task.model()
