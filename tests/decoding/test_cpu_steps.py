@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import foci
 import foci.nn
-from foci.decoding import Beam, Sampling, cpu_steps, generation, step_c
+from foci.decoding import Beam, Sampling, cpu_steps, step_c
 from foci.decoding.cpu_steps import CpuSteps, why_refused
 from foci.decoding.generation import choose_steps
 from foci.decoding.step_c import Linear, rank_tokens
@@ -249,7 +249,7 @@ def test_watched_models_run_their_modules() -> None:
         prepared = prepare_prompt(model, PROMPTS, None)
         assert type(choose_steps(model, prepared, 4, True, None, False)) is CpuSteps
         with foci.watch(model):
-            assert type(generation.choose_steps(model, prepared, 4, True, None, False)) is CachedSteps
+            assert type(choose_steps(model, prepared, 4, True, None, False)) is CachedSteps
         with torch.autocast("cpu"):
             assert type(choose_steps(model, prepared, 4, True, None, False)) is CachedSteps
 
