@@ -183,7 +183,7 @@ def move_group_to_host(group: list[tuple[Tensor, Tensor]]) -> tuple[list[list[in
 def choose_steps(
     model: nn.Module, prepared: PreparedPrompt, new_tokens: int, cache: bool, capture: bool | None, compiled: bool
 ) -> CachedSteps:
-    """Choose steps without a cache, with static caches for a CUDA graph or torch.compile, in C, or with growing ones."""
+    """Choose steps: uncached, with static caches for a CUDA graph or torch.compile, in C, or with growing caches."""
     on_gpu = prepared.tokens.is_cuda
     if capture and not on_gpu:
         device = prepared.tokens.device
