@@ -229,7 +229,8 @@ class Comparison:
     def save(self, path: str | os.PathLike[str], **options: Any) -> None:
         """Saves the comparison by the suffix of the path: .html a page, .png, .svg, .pdf the matrices of a head.
 
-        `head=` chooses the head, which is otherwise the one that changed most.
+        `head=` chooses the head, which is otherwise the one that changed most; `word=` draws where in both images a
+        word looks.
         """
         suffix = parse_suffix(path, *PICTURE_SUFFIXES)
         if suffix == ".html":

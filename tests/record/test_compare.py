@@ -186,3 +186,23 @@ def test_the_page_shows_the_compared_sequence() -> None:
     assert header["sequences"] == 1
     assert [labels["texts"] for labels in header["labels"]] == [[["c", "d"]]]
     torch.testing.assert_close(decode_array(header, arrays, "1.entries")[0], weights[1][1])
+
+
+def test_the_figure_of_a_word_has_its_maps(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from foci.view.figures.comparison import plot_compared_maps
+
+    before, after = records.mirrored_images()
+    comparison = foci.compare(before, after)
+    axes = plot_compared_maps(comparison, "shoe", head="L0H1").figure.axes
+    drawn = [torch.as_tensor(ax.images[-1].get_array().filled(float("nan"))) for ax in axes[:3]]
+    one, other = (each.image_map("shoe", layer=0, head=1).to(drawn[0]) for each in (before, after))
+    for found, expected in zip(drawn, (one, other, other - one), strict=True):
+        torch.testing.assert_close(found, expected, check_dtype=False)
+    comparison.save(tmp_path / "x.png", word="shoe", dpi=30)
+    with pytest.raises(ValueError, match=r"query must be a word of the text .*, got 'hat'"):
+        comparison.save(tmp_path / "x.png", word="hat")
+    with pytest.raises(ValueError, match="the record must have image patches among its keys, got none"):
+        foci.compare(make(SHORT), make(SHORT, 1)).save(tmp_path / "x.png", word="soup")
+    with pytest.raises(TypeError, match="options of a figure must be head, word, image and dpi, got words"):
+        comparison.save(tmp_path / "x.png", words=["shoe"])

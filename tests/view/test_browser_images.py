@@ -149,6 +149,9 @@ def test_denoising_steps_have_a_slider(look: Look) -> None:
         tab.mouse.move(box["x"] + box["width"] * 5 / 8, box["y"] + 4)
         settle(tab)
         assert shares(tab) == pytest.approx({0: 0.1, 1: 0.1, 2: 0.8}, abs=2e-3)
+    with look(records.denoising().label(["<s>", "shoe", ""], name="prompt")) as tab:
+        # The padding of the prompt is not a word.
+        assert tab.locator(".words .chip").all_inner_texts() == ["<s>", "shoe"]
     with look(records.denoising(), "#k=99&v=text") as tab:
         assert tab.get_by_role("tab", selected=True).inner_text() == "Text"
 

@@ -57,6 +57,8 @@ def test_the_steps_of_a_video_are_drawn_for_a_frame(tmp_path: Path) -> None:
     record.save(tmp_path / "x.gif", word="shoe", dpi=40)
     with PIL.open(tmp_path / "x.gif") as animation:
         assert animation.n_frames >= 5
+        # As wide as its frames of 2 x 4 patches, without margins.
+        assert animation.height < 0.7 * animation.width
     with pytest.raises(ValueError, match=r"frame must be from 0 to 1, got 'last'"):
         record.save(tmp_path / "x.gif", word="shoe", frame="last")
 

@@ -1,4 +1,4 @@
-"""The figure of a Comparison: the matrices of a head in both records, and their difference."""
+"""The figures of a Comparison: the matrices of a head in both records, or the maps of a word, and their difference."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from foci.view.colors import Color
 from foci.view.figures import theme
 from foci.view.figures.plots import MAX_NAMED_UNITS, write_figure
 from foci.view.figures.theme import create_colormap, use_figure_style
+from foci.view.figures.word_maps import draw_patches, find_picture, finish_panel, measure_ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from torch import Tensor
 
 # Less and more weight in the second record.
@@ -58,12 +60,62 @@ def plot_comparison(comparison: Comparison, head: str | None = None) -> Axes:
         ax.set_xlabel("key")
         ax.xaxis.set_label_position("bottom")
         if ax is not axes[0]:
-            bar = figure.colorbar(image, ax=ax, format=lambda weight, _: f"{100 * weight:g}%", fraction=0.05, pad=0.02)
-            bar.outline.set_visible(False)
-            bar.set_label("attention weight" if ax is axes[1] else "difference")
+            add_weight_bar(figure, image, ax, "attention weight" if ax is axes[1] else "difference")
     axes[0].set_ylabel(f"query of {make_printable(chosen)}")
     difference: Axes = axes[2]
     return difference
+
+
+@use_figure_style()
+def plot_compared_maps(comparison: Comparison, word: str | int, head: str | None = None, image: int = 0) -> Axes:
+    """Plot where in the image of each record a word looks, and their difference; returns the first axes.
+
+    Args:
+        word: a word of both texts, or its position.
+        head: "L5H3", or "L5" for the mean of its heads; None: the head that changed most.
+        image: which image or video of the sequence; a video is drawn as the sum of its frames.
+    """
+    first, second = read_maps(comparison, word, head or next(iter(comparison.changes())), image)
+    records = (comparison.first, comparison.second)
+    pictures = [find_picture(record, image, 0, comparison.batch) for record in records]
+    panels = 3 if first.shape == second.shape else 2
+    size = (SIDE * panels + 1.2, SIDE * measure_ratio(first, pictures[0]) + 0.4)
+    figure, axes = theme.import_pyplot().subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
+    most = max(theme.find_full_color_weight(each, each.numel()) for each in (first, second))
+    for ax, grid, picture, name in zip(axes[0], (first, second), pictures, comparison.names, strict=False):
+        drawn = draw_patches(ax, grid, picture, most)
+        finish_panel(ax, f"{make_printable(name)}: {make_printable(str(word))}")
+    add_weight_bar(figure, drawn, axes[0, 1], "attention weight")
+    if panels == 3:
+        largest = max(float((second - first).abs().nan_to_num().max()), 1e-6)
+        colors = create_colormap(DIFFERENCE_RAMP)
+        drawn = axes[0, 2].imshow(
+            (second - first).numpy(), cmap=colors, vmin=-largest, vmax=largest, aspect="auto", interpolation="nearest"
+        )
+        axes[0, 2].set_box_aspect(measure_ratio(first, pictures[0]))
+        finish_panel(axes[0, 2], make_printable(f"{comparison.names[1]} − {comparison.names[0]}"))
+        add_weight_bar(figure, drawn, axes[0, 2], "difference")
+    result: Axes = axes[0, 0]
+    return result
+
+
+def read_maps(comparison: Comparison, word: str | int, head: str, image: int) -> tuple[Tensor, Tensor]:
+    """Read the map of a word in each record, of one head or the mean of a layer's heads."""
+    pair, index = comparison.pair(head)
+    maps = []
+    for record, layer in ((comparison.first, pair.first), (comparison.second, pair.second)):
+        number = None if index is None else layer.heads[index]
+        name = record.name_of(layer)
+        found = record.image_map(word, image=image, layer=name, head=number, batch=comparison.batch)
+        maps.append(found.sum(0) if found.dim() == 3 else found)
+    return maps[0], maps[1]
+
+
+def add_weight_bar(figure: Figure, drawn: Any, ax: Axes, label: str) -> None:
+    """Add a bar that says which color is which weight."""
+    bar = figure.colorbar(drawn, ax=ax, format=lambda weight, _: f"{100 * weight:.3g}%", fraction=0.05, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label(label)
 
 
 def name_positions(ax: Axes, texts: tuple[list[str], list[str]], values: Tensor) -> None:
@@ -77,9 +129,16 @@ def name_positions(ax: Axes, texts: tuple[list[str], list[str]], values: Tensor)
 
 
 def save_comparison(
-    comparison: Comparison, path: str | os.PathLike[str], head: str | None = None, dpi: int = 300, **options: Any
+    comparison: Comparison,
+    path: str | os.PathLike[str],
+    head: str | None = None,
+    word: str | int | None = None,
+    image: int = 0,
+    dpi: int = 300,
+    **options: Any,
 ) -> None:
-    """Write the figure as PNG, SVG or PDF, by the suffix of the path."""
+    """Write the matrices of a head, or with a word its maps, as PNG, SVG or PDF by the suffix of the path."""
     if options:
-        raise TypeError(f"options of a figure must be head and dpi, got {', '.join(options)}")
-    write_figure(plot_comparison(comparison, head), path, dpi)
+        raise TypeError(f"options of a figure must be head, word, image and dpi, got {', '.join(options)}")
+    ax = plot_comparison(comparison, head) if word is None else plot_compared_maps(comparison, word, head, image)
+    write_figure(ax, path, dpi)

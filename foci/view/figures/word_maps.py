@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The brightness of black in an image, and the opacity of the largest weight.
 MIN_IMAGE_BRIGHTNESS, MAX_OVERLAY_ALPHA = 0.15, 0.7
-PANEL_SIDE = 1.5
+PANEL_SIDE, ANIMATION_SIDE = 1.5, 3.0
 MAX_WORDS, MAX_FRAMES = 24, 8
 MAX_ANIMATED_FRAMES = 100
 
@@ -132,7 +132,8 @@ def save_animation(
     maps = [select_frame(record.image_map(check_word(word), **options, step=step), frame) for step in steps]
     most = max(theme.find_full_color_weight(each, each.numel()) for each in maps)
     picture = find_picture(record, image, frame, batch)
-    figure, ax = theme.import_pyplot().subplots(figsize=(3, 3.3), layout="constrained")
+    size = (ANIMATION_SIDE, ANIMATION_SIDE * measure_ratio(maps[0], picture) + 0.3)
+    figure, ax = theme.import_pyplot().subplots(figsize=size, layout="constrained")
 
     def draw(number: int) -> list[Any]:
         ax.clear()
@@ -207,9 +208,7 @@ def draw_panels(
     """Draw maps in rows, each with its title, and return the first axes."""
     across = min(max(1, columns), len(maps))
     down = -(-len(maps) // across)
-    height, width = maps[0].shape if picture is None else picture.shape[:2]
-    ratio = min(max(height / width, 0.3), 3.0)
-    size = PANEL_SIDE * across, (PANEL_SIDE * ratio + 0.25) * down + 0.1
+    size = PANEL_SIDE * across, (PANEL_SIDE * measure_ratio(maps[0], picture) + 0.25) * down + 0.1
     figure, axes = theme.import_pyplot().subplots(down, across, figsize=size, layout="constrained", squeeze=False)
     common = max(theme.find_full_color_weight(each, each.numel()) for each in maps)
     drawn = None
@@ -226,6 +225,12 @@ def draw_panels(
         bar.set_label("attention weight")
     first: Axes = axes[0, 0]
     return first
+
+
+def measure_ratio(grid: Tensor, picture: Tensor | None) -> float:
+    """Measure the height of a panel for a width of 1."""
+    height, width = grid.shape if picture is None else picture.shape[:2]
+    return min(max(height / width, 0.3), 3.0)
 
 
 def finish_panel(ax: Axes, title: str) -> None:

@@ -115,10 +115,11 @@ export class CompareView {
     this.renderMatrices(axes, head, shown);
   }
 
-  // The numbers of the aligned positions that are text; those of patches are shown as maps.
-  listTexts({ sides }, aligned, axis) {
-    const patches = sides.map((layer) => new Set(this.store.imagePositions(layer, axis, this.state.seq)));
-    return [...aligned.keys()].filter((k) => !aligned[k].some((position, n) => patches[n].has(position)));
+  // The numbers of the aligned positions that are text, without padding; those of patches are shown as maps.
+  listTexts(shown, aligned, axis) {
+    const patches = shown.sides.map((layer) => new Set(this.store.imagePositions(layer, axis, this.state.seq)));
+    const isText = (both) => !both.some((position, n) => patches[n].has(position)) && this.name(shown, both, axis) !== "";
+    return [...aligned.keys()].filter((k) => isText(aligned[k]));
   }
 
   name({ sides }, both, axis) {

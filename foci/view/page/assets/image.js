@@ -197,7 +197,10 @@ export class ImageView {
     const key = [layer.labels, this.wordSide, state.seq, units.count, this.isVision && state.hideSinks].join();
     if (key !== this.wordKey) {
       this.wordKey = key;
-      const shown = Array.from({ length: units.count }, (_, u) => u).filter((u) => !patches.has(units.start[u]));
+      const texts = store.texts(layer, this.wordSide, state.seq);
+      // The padding of a prompt has no text.
+      const isWord = (u) => !patches.has(units.start[u]) && texts[units.start[u]] !== "";
+      const shown = Array.from({ length: units.count }, (_, u) => u).filter(isWord);
       // Registers take up attention like sinks.
       const isHidden = (u) => this.isVision && state.hideSinks && u > 0;
       this.chips = shown.filter((u) => !isHidden(u)).slice(0, MAX_WORDS).map((u) => this.chip(u, units));
