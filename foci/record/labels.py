@@ -316,6 +316,11 @@ class Labels:
                 images.setdefault(segment.image, []).append(segment)
         return list(images.values())
 
+    def list_frames(self, batch: int = 0) -> list[int]:
+        """The positions of the audio frames among the tokens of a sequence."""
+        parts = [each for each in self.segments if each.kind == "frames" and each.sequence == batch]
+        return [position for each in parts for position in range(each.start, each.stop)]
+
     def split_kinds(self, batch: int = 0) -> dict[str, list[int]]:
         """The positions of a sequence that are text, and those that are patches: {"text": [...], "image": [...]}."""
         patches = {

@@ -121,28 +121,35 @@ def select_layer_mean(record: Record, layer: Layer) -> HeadSelection:
 def select_default_head(record: Record, batch: int = 0) -> HeadSelection:
     """Select the head to show if none is named.
 
-    Where a text attends to images: the mean of the layer that gives them the most weight. With cross-attention: the
-    mean of the layer with the clearest alignment. For patches and very long texts: the mean of the last layer. For a
-    text: the head that attends most clearly to words that are not neighbors of the query.
+    Where a text attends to images, or to a recording within it: the mean of the layer that gives them the most weight.
+    With cross-attention: the mean of the layer with the clearest alignment. For patches and very long texts: the mean
+    of the last layer. For a text: the head that attends most clearly to words that are not neighbors of the query.
     """
     layers = list_cross_layers_first(record)
     check_batch(layers[0], batch)
-    reading = [layer for layer in layers if find_image_columns(record, layer, batch) is not None]
+    reading = [layer for layer in layers if find_media_columns(record, layer, batch) is not None]
     if reading:
-        return select_layer_mean(record, max(reading, key=lambda layer: measure_image_weight(record, layer, batch)))
+        return select_layer_mean(record, max(reading, key=lambda layer: measure_media_weight(record, layer, batch)))
     cross = find_clearest_cross_layer(record, batch)
     return select_clearest_head(record, layers, batch) if cross is None else select_layer_mean(record, cross)
 
 
-def find_image_columns(record: Record, layer: Layer, batch: int) -> tuple[list[int], list[int]] | None:
-    """Return the queries that are text and the keys that are image patches; None unless a layer has both."""
-    queries, keys = (labels.split_kinds(batch) for labels in record.labels_of(layer))
-    return (queries["text"], keys["image"]) if "text" in queries and "image" in keys else None
+def find_media_columns(record: Record, layer: Layer, batch: int) -> tuple[list[int], list[int]] | None:
+    """Return the queries that are text, and the keys that are image patches or audio frames among text.
+
+    None unless a layer has both.
+    """
+    queries, keys = record.labels_of(layer)
+    text, media = (
+        queries.split_kinds(batch).get("text"),
+        keys.split_kinds(batch).get("image") or keys.list_frames(batch),
+    )
+    return (text, media) if text and media else None
 
 
-def measure_image_weight(record: Record, layer: Layer, batch: int) -> float:
-    """Return the mean weight of the text on the images; 0 for layers that take long to scan."""
-    found = find_image_columns(record, layer, batch)
+def measure_media_weight(record: Record, layer: Layer, batch: int) -> float:
+    """Return the mean weight of the text on images or recordings; 0 for layers that take long to scan."""
+    found = find_media_columns(record, layer, batch)
     if found is None or not is_fast_to_scan(layer) or "entries" not in layer.available:
         return 0.0
     return float(layer.received(found[0])[batch].float().nan_to_num()[..., found[1]].sum(-1).mean()) / len(found[0])
@@ -227,21 +234,21 @@ def select_default_query(record: Record, selection: HeadSelection, batch: int = 
     if labels.kind == "patches" and labels.grid is not None:
         return select_patch(labels, None)[0]
     queries = list_layer_units(record, selection.layer, batch)[0]
-    columns = find_image_columns(record, selection.layer, batch)
+    columns = find_media_columns(record, selection.layer, batch)
     if columns is not None:
-        return select_word_with_image(record, selection, batch, *columns)
+        return select_word_with_media(record, selection, batch, *columns)
     return queries[find_clearest_unit(record, selection, batch, queries)].stop - 1
 
 
-def select_word_with_image(
-    record: Record, selection: HeadSelection, batch: int, text: list[int], image: list[int]
+def select_word_with_media(
+    record: Record, selection: HeadSelection, batch: int, text: list[int], media: list[int]
 ) -> int:
-    """Select the position of the text that gives an image the most weight; of a very long text the last one."""
+    """Select the position of the text with the most weight on media; of a very long text the last one."""
     labels = record.labels_of(selection.layer)[0]
     words = [position for position in text if mark_word_positions(labels, batch)[position]] or text
     if len(words) > MAX_SCANNED_WORDS or not selection.has_entries:
         return words[-1]
-    weights = read_rows(selection, batch, words)[:, image].nan_to_num().sum(1)
+    weights = read_rows(selection, batch, words)[:, media].nan_to_num().sum(1)
     return words[int(weights.argmax())]
 
 

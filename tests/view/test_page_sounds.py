@@ -53,3 +53,10 @@ def test_frames_among_tokens_are_saved(tmp_path: Path) -> None:
     assert made.sounds is not None
     assert torch.equal(loaded.sounds, made.sounds)
     assert (loaded.rate, loaded.seconds, loaded.segments) == (made.rate, made.seconds, made.segments)
+
+
+def test_the_page_begins_with_a_word_that_attends_to_the_recording() -> None:
+    record = records.words_and_sound()
+    header, _ = read_payload(document.render_html(record))
+    assert header["initial"]["head"] in {"L0", "L1"}
+    assert record.labels["input"].texts[0][header["initial"]["query"]] in {" low", " high"}

@@ -288,7 +288,8 @@ def describe_labels(
 ) -> dict[str, Any]:
     """Describe the labels of a sequence; long texts are cut."""
     add_sounds(arrays, number, labels, max_sequences)
-    frames = [list_frames(labels, i) for i in range(min(max_sequences, labels.batch))]
+    sequences = range(min(max_sequences, labels.batch))
+    frames = [[] if labels.sounds is None else labels.list_frames(i) for i in sequences]
     return {
         "kind": labels.kind,
         "texts": [
@@ -304,14 +305,6 @@ def describe_labels(
         # Among tokens, the positions of the frames of the recording; None if all positions are.
         "frames": None if labels.kind == "frames" else frames,
     }
-
-
-def list_frames(labels: Labels, sequence: int) -> list[int]:
-    """List the positions of the audio frames among the tokens of a sequence."""
-    if labels.sounds is None:
-        return []
-    parts = [each for each in labels.segments if each.kind == "frames" and each.sequence == sequence]
-    return [position for each in parts for position in range(each.start, each.stop)]
 
 
 def truncate_with_length(text: str) -> str:
