@@ -398,7 +398,7 @@ def roll_out(layers: Sequence[Layer], rows: Sequence[int], batch: int) -> Tensor
     if any(layer.queries != layer.keys for layer in layers):
         raise ValueError("layer must not be 'rollout' for cross-attention to an image: use Record.rollout")
     ordered = sorted(layers, key=lambda layer: layer.index)
-    return torch.stack([metrics.compute_rollout(ordered, row, batch) for row in rows]).mean(0).cpu()
+    return metrics.compute_rollout(ordered, rows, batch).cpu()
 
 
 def weigh_keys(layer: Layer, batch: int, head: Any, x: Tensor, positions: Sequence[int]) -> Tensor:

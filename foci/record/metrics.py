@@ -32,6 +32,8 @@ TOKEN_SCORES = ("duplicate token", "induction")
 POSITION_SCORES = ("distance", "previous token")
 # The largest number of matrix entries read at a time.
 MAX_STRIP_ENTRIES = 1 << 22
+# Up to so many queries of a rollout are read as rows; more take passes over the matrix.
+MAX_ROLLOUT_ROWS = 64
 
 TokenTexts = Sequence[Sequence[object]]
 
@@ -190,16 +192,23 @@ def check_rollout_index(layer: Layer, query: int, batch: int) -> None:
 
 
 @torch.no_grad()
-def compute_rollout(layers: Sequence[Layer], query: int, batch: int = 0, values: bool = False) -> Tensor:
+def compute_rollout(
+    layers: Sequence[Layer], query: int | Sequence[int], batch: int = 0, values: bool = False
+) -> Tensor:
     """Attention rollout (Abnar and Zuidema): the share of each input position in one query of the last layer, (T,).
+
+    The mean of several queries costs as much as one.
 
     Each layer is taken as the mean of its attention, averaged over heads, and the identity (the residual connection).
     values=True weights the attention by the norms of the values. Only matrix-vector products are computed.
     """
-    check_rollout_index(layers[-1], query, batch)
+    queries = [query] if isinstance(query, int) else list(query)
+    for each in queries:
+        check_rollout_index(layers[-1], each, batch)
     length = layers[-1].shape[-1]
-    flow = torch.zeros(length, device=layers[-1].entropy().device)
-    flow[int(layers[-1].positions[query])] = 1.0
+    flow = torch.zeros(length, device=read_rows(layers[-1], batch, queries[:1]).device)
+    places = layers[-1].positions[queries].to(flow.device)
+    flow.index_add_(0, places, flow.new_full((len(queries),), 1.0 / len(queries)))
     for layer in reversed(layers):
         if layer.shape[-1] != length:
             raise ValueError(
@@ -262,6 +271,14 @@ def roll_back_layer(layer: Layer, batch: int, flow: Tensor, values: bool) -> Ten
 
 def split_flow(layer: Layer, batch: int, flow: Tensor, values: bool) -> tuple[Tensor, Tensor]:
     """(Tq,) -> (Tq,) and (Tk,): the part of each query that comes from the residual, and what comes from the keys."""
+    rows = flow.nonzero().flatten().tolist()
+    if not rows:
+        return torch.zeros_like(flow), flow.new_zeros(layer.shape[-1])
+    if not values and len(rows) <= MAX_ROLLOUT_ROWS:
+        entries = read_rows(layer, batch, rows).to(flow.dtype)
+        share = torch.zeros_like(flow)
+        share[rows] = flow[rows] / (1.0 + entries.sum(-1))
+        return share, share[rows] @ entries
     weights = layer[batch]
     # A single head has no head axis.
     averaged: Any = (
@@ -272,6 +289,13 @@ def split_flow(layer: Layer, batch: int, flow: Tensor, values: bool) -> tuple[Te
     if values:
         return share, weigh_by_value_norms(layer, batch, weights, share)
     return share, (share.to(averaged.dtype) @ averaged).to(flow.dtype)
+
+
+def read_rows(layer: Layer, batch: int, rows: Sequence[int]) -> Tensor:
+    """Some rows of the head-averaged matrix: (rows, Tk)."""
+    entries = layer.with_head_axis()[batch, :, list(rows)]
+    assert isinstance(entries, Tensor)
+    return entries.float().mean(0)
 
 
 def weigh_by_value_norms(layer: Layer, batch: int, weights: Any, share: Tensor) -> Tensor:

@@ -111,7 +111,11 @@ def rolled(layers: list[Tensor], batch: int, query: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["weights", "matrix"])
 @pytest.mark.parametrize("sink", [None, torch.tensor([3.0, -1.0, 0.0, 1.0])])
-def test_rollout_is_the_product_of_dense_matrices(kind: str, sink: Tensor | None) -> None:
+@pytest.mark.parametrize("rows", [0, 64], ids=["passes", "rows"])
+def test_rollout_is_the_product_of_dense_matrices(
+    rows: int, kind: str, sink: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MAX_ROLLOUT_ROWS", rows)
     options = {} if sink is None else {"sink": sink}
     lazy = [layer(seed=seed, **options) for seed in (0, 5, 9)]
     asked = lazy if kind == "weights" else [Layer("x", matrix=each.dense()) for each in lazy]
@@ -121,6 +125,24 @@ def test_rollout_is_the_product_of_dense_matrices(kind: str, sink: Tensor | None
             found.double(), rolled([each.dense() for each in lazy], batch, query), atol=1e-6, rtol=1e-5
         )
         assert math.isclose(found.sum(), 1.0, rel_tol=1e-5)
+
+
+def test_rollout_of_a_word_reads_only_its_rows_of_the_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = layer(length=80), layer(length=80, seed=3)
+    expected = torch.stack([metrics.compute_rollout([first, last], query) for query in (70, 75, 75)]).mean(0)
+    passes: list[tuple[int, ...]] = []
+    own = foci.Weights.__rmatmul__
+
+    def count(weights: foci.Weights, x: Tensor) -> Tensor:
+        passes.append(tuple(weights.shape))
+        return own(weights, x)
+
+    monkeypatch.setattr(foci.Weights, "__rmatmul__", count)
+    monkeypatch.setattr(foci.Weights, "entropy", None)
+    found = metrics.compute_rollout([first, last], [70, 75, 75])
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    # One pass, over the first layer.
+    assert len(passes) == 1
 
 
 def test_rollout_of_an_encoder_decoder_is_the_product_of_dense_matrices() -> None:
