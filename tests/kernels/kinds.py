@@ -29,10 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foci
 import foci.statistics.cuda.hopper
-from foci.arguments import Call
+from foci.arguments import Call, prepare_call
 from foci.gpu import additive, attention, compilation, launcher
 from foci.gpu.compilation import CollectedLaunch, collect_launches
-from foci.statistics.cuda import plan
+from foci.statistics.cuda import divergence, plan
 
 CAPABILITIES = (80, 90, 100)
 Arguments = dict[str, Any]
@@ -63,6 +63,7 @@ KINDS: dict[str, Kind] = {
     "window float32": (FULL, 64, LENGTH, True, True, lambda d, t: {"mask": foci.causal & foci.window(64)}),
     "window odd width": (HALF, 40, LENGTH, True, True, lambda d, t: {"mask": foci.causal & foci.window(64)}),
     "padding": (HALF, 64, LENGTH, True, True, lambda d, t: {"mask": foci.padding(tensor(2, dtype=torch.int64))}),
+    "documents 128": (HALF, 128, LENGTH, True, False, lambda d, t: {"mask": documents(LENGTH)}),
     "documents": (HALF, 64, LENGTH, True, True, lambda d, t: {"mask": documents(LENGTH)}),
     "prefix": (HALF, 64, LENGTH, True, True, lambda d, t: {"mask": foci.causal | foci.prefix(30)}),
     "dense": (HALF, 64, LENGTH, True, True, lambda d, t: {"mask": tensor(t, LENGTH, dtype=torch.bool)}),
@@ -70,6 +71,8 @@ KINDS: dict[str, Kind] = {
     "alibi": (HALF, 64, LENGTH, True, True, lambda d, t: {"bias": foci.ALiBi(table(8)), "mask": foci.causal}),
     "dense bias": (HALF, 64, LENGTH, True, False, lambda d, t: {"bias": tensor(8, t, LENGTH)}),
     "dense bias, other dtype": (HALF, 128, LENGTH, True, False, lambda d, t: {"bias": table(t, LENGTH)}),
+    "dense bias 128": (HALF, 128, LENGTH, True, False, lambda d, t: {"bias": tensor(8, t, LENGTH)}),
+    "dense bias 256 float32": (FULL, 256, LENGTH, True, False, lambda d, t: {"bias": table(8, t, LENGTH)}),
     "sink": (HALF, 64, LENGTH, True, False, lambda d, t: {"mask": foci.causal, "sink": table(8)}),
     "dropout": (HALF, 64, LENGTH, True, False, lambda d, t: {"mask": foci.window(64), "dropout": 0.1}),
     "one query": (HALF, 64, 1, True, True, lambda d, t: {"mask": foci.window(64)}),
@@ -78,6 +81,7 @@ KINDS: dict[str, Kind] = {
         HALF, 128, LENGTH, True, True,
         lambda d, t: {"bias": foci.Buckets(table(32, 8), False, 128), "mask": foci.causal},
     ),
+    "buckets 256": (HALF, 256, LENGTH, True, False, lambda d, t: {"bias": foci.Buckets(table(32, 8), True, 128)}),
     "buckets float32": (FULL, 64, LENGTH, True, True, lambda d, t: {"bias": foci.Buckets(table(32, 8), True, 128)}),
     "relative": (HALF, 64, LENGTH, True, True, lambda d, t: {"bias": foci.Relative(table(65, d))}),
     "relative values": (
@@ -90,6 +94,7 @@ KINDS: dict[str, Kind] = {
         HALF, 64, LENGTH, True, False,
         lambda d, t: {"score": foci.Additive(tensor(d)), "mask": foci.padding(tensor(2, dtype=torch.int64))},
     ),
+    "additive deterministic": (HALF, 64, LENGTH, True, False, lambda d, t: {"score": foci.Additive(tensor(d))}),
     "additive few queries": (HALF, 64, 12, True, False, lambda d, t: {"score": foci.Additive(tensor(d))}),
     "additive one query": (HALF, 64, 1, True, False, lambda d, t: {"score": foci.Additive(tensor(d))}),
     "causal summary": (HALF, 64, LENGTH, False, True, lambda d, t: {"mask": foci.causal}),
@@ -97,6 +102,7 @@ KINDS: dict[str, Kind] = {
     "causal summary any length": (HALF, 128, 2000, False, True, lambda d, t: {"mask": foci.causal}),
     "summary odd length": (HALF, 64, 200, False, True, lambda d, t: {}),
     "summary float32": (FULL, 64, LENGTH, False, True, lambda d, t: {}),
+    "divergence": (HALF, 128, LENGTH, False, False, lambda d, t: {"mask": foci.causal}),
 }  # fmt: skip
 
 
@@ -144,7 +150,8 @@ def run_both_directions(function: Any) -> Callable[..., Any]:
     def apply(*inputs: Any) -> Any:
         context = Context(len(inputs))
         results = function.forward(context, *inputs)
-        function.backward(context, torch.empty_like(results[0]), *[None] * (len(results) - 1))
+        outputs = results if isinstance(results, tuple) else (results,)
+        function.backward(context, torch.empty_like(outputs[0]), *[None] * (len(outputs) - 1))
         return results
 
     return apply
@@ -179,7 +186,7 @@ def imagined_gpu(capability: int, backward: bool) -> Iterator[None]:
         stack.enter_context(mock.patch.object(Call, "needs_grad", property(lambda call: backward)))
         stack.enter_context(mock.patch.object(Tensor, "copy_", return_value=None))
         stack.enter_context(mock.patch.object(Tensor, "__getitem__", index_fake_tensor))
-        for function in (additive.AdditiveAttention, attention.KernelAttention):
+        for function in (additive.AdditiveAttention, attention.KernelAttention, divergence.DivergenceFunction):
             stack.enter_context(mock.patch.object(function, "apply", run_both_directions(function)))
         yield
 
@@ -193,27 +200,38 @@ def collect_kind(name: str, capability: int) -> list[CollectedLaunch]:
         collect_launches() as collected,
     ):
         q, k = tensor(2, 8, queries, width, dtype=dtype), tensor(2, 8, max(LENGTH, queries), width, dtype=dtype)
-        chosen = None if name.startswith(("causal summary", "summary")) else "triton"
         arguments = build(width, queries)
-        if chosen == "triton":
-            foci.attention(q, k, k, backend="triton", **arguments)
+        if name == "divergence":
+            collect_divergence(q, k, arguments)
+        elif not name.startswith(("causal summary", "summary")):
+            with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value="determin" in name):
+                foci.attention(q, k, k, backend="triton", **arguments)
         if summary:
             collect_summary(q, k, arguments)
     return collected
 
 
+def collect_divergence(q: Tensor, k: Tensor, arguments: Arguments) -> None:
+    """The launches of the divergence of a head from the mean of all heads, and of its gradients."""
+    teacher, student = (call_of(queries, keys, arguments) for queries, keys in ((q, k), (q[:, :1], k[:, :1])))
+    with torch.no_grad():
+        divergence.compute_divergence(teacher, student, True, (None, None), lambda q, k: q)
+
+
 def collect_summary(q: Tensor, k: Tensor, arguments: Arguments) -> None:
     """The launches of a summary; the forward of another backend is not of interest."""
-    from foci.arguments import prepare_call
     from foci.statistics import compute_statistics
     from foci.statistics.request import Request
 
-    call = prepare_call(
-        q, k, k, arguments.get("score", foci.Dot()), arguments.get("mask"), arguments.get("bias"), None, None, 0.0, True
-    )
+    call = call_of(q, k, arguments)
     size = (min(64, q.shape[2]), 64, "mean")
     request = Request(entropy=True, received=True, picture=size, top=8, largest_logit=True, distance=True)
     compute_statistics(call, table(*q.shape[:3]), request, False)
+
+
+def call_of(q: Tensor, k: Tensor, arguments: Arguments) -> Call:
+    given = arguments.get("score", foci.Dot()), arguments.get("mask"), arguments.get("bias")
+    return prepare_call(q, k, k, *given, None, None, 0.0, True)
 
 
 def compile_kinds(capability: int, names: list[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +147,14 @@ def test_deterministic_mode_uses_two_passes(one_pass: list[Tensor]) -> None:
         finally:
             torch.use_deterministic_algorithms(False)
     assert len(one_pass) == 1
+
+
+def test_no_other_gradients_are_added_in_any_order() -> None:
+    """The statistics add cells in a fixed order, and list queries in any."""
+    kernels = Path(launch.__file__).parents[2] / "kernels"
+    adding = {path.relative_to(kernels).as_posix() for path in kernels.rglob("*.py") if "atomic_" in path.read_text()}
+    statistics = {f"statistics/{name}.py" for name in ("tiles", "sums_hopper", "topk")}
+    assert adding - statistics == {"additive/one_pass_backward.py"}
 
 
 @pytest.mark.gpu

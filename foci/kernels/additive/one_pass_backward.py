@@ -33,6 +33,7 @@ from foci.kernels.additive.forward import (
 from foci.kernels.additive.two_pass_backward import (
     MAX_PAIR_EXPONENT,
     load_base2_lse,
+    sum_tile,
     tile_dot_products,
     tile_visibility,
 )
@@ -365,7 +366,7 @@ def additive_one_pass_backward(
                     tile_to_matrix(dropped.to(d_out.dtype.element_ty), BM, BN), d_out + pair * Tq * Dv, block * BM, Tq,
                     dv + k_pair * Tk * Dv, t * BN, Tk, Dv, BM, BN, BV, VC, PRECISION, GPU,
                 )  # fmt: skip
-                sum_ds = tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0)
+                sum_ds = sum_tile(ds)[None]
                 # Wait for what other threads wrote.
                 tl.debug_barrier()
                 add_tile_gradients(

@@ -164,6 +164,12 @@ def tile_dot_products(
 
 
 @triton.jit
+def sum_tile(tile):
+    """The sum of a tile, (1, 1): on Blackwell, Triton 3.7 fails on the sum of a vector that follows from a product."""
+    return tl.sum(tl.sum(tl.sum(tl.sum(tile, 0), 0), 0, keep_dims=True), 1, keep_dims=True)
+
+
+@triton.jit
 def load_base2_lse(lse, i, Tq):
     """Load log-sum-exps. Fully masked rows, and rows past the end, get a value that makes all weights 0."""
     rows = tl.load(lse + i, mask=i < Tq, other=-float("inf"))
@@ -259,7 +265,7 @@ def additive_query_gradients(
                     q + b * q_batch + h * q_head, q_query, block * BM + tile_rows(BM, RT), Tq, D,
                     k + b * k_batch + (h // group) * k_head, k_key, t * BN, Tk, weight + h * weight_head,
                     dq + first_row * D, dw + (tl.program_id(0) * (headed * (H - 1) + 1) + h * headed) * D,
-                    tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0), others_scratch, ds_scratch, fast,
+                    sum_tile(ds), others_scratch, ds_scratch, fast,
                     BM, BN, DC, RT, DT, True, GPU,
                 )  # fmt: skip
 
