@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from foci.record.labels import Labels, number_words_by_spaces
+from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
+from foci.record.token_texts import number_words_by_spaces
 from foci.view.page import document
 from foci.view.units import SPECIAL_TOKEN
 

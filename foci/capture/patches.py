@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture.hooks import hook_module
-from foci.record.labels import CHANNELS, Labels, shrink_picture, to_pictures
+from foci.record.labels import Labels
+from foci.record.pictures import CHANNELS, shrink_picture, to_pictures
 
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder

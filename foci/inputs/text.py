@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 from foci.inputs.bpe import MAX_TOKENS, SPECIAL_TOKENS, build_bpe, explain_panics, parse_bpe, train_bpe
-from foci.record.labels import Labels, decode_each_token, number_words_by_spaces
+from foci.record.labels import Labels
+from foci.record.token_texts import decode_each_token, number_words_by_spaces
 from foci.runtime.json_text import parse_json
 
 PAD, START, STOP, UNKNOWN = range(4)

@@ -5,28 +5,22 @@ B batch, T length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from foci.record.pictures import shrink_picture, to_pictures
+from foci.record.token_texts import decode_each_token, make_decoder, number_words_by_spaces, slice_by_offsets
 from foci.runtime.checks import is_positive_int
 
 LABEL_KINDS = ("tokens", "patches", "frames", "positions")
 SEGMENT_KINDS = ("patches", "frames")
-# The number of channels of a picture: grey, color, color with opacity.
-CHANNELS = (1, 3, 4)
-# What a decoder returns for bytes that are not a whole character.
-REPLACEMENT_CHARACTER = "\ufffd"
 # The position of a text classifier whose state decides the answer.
 CLASS_TOKEN = "<class>"
 
-# The longest side of a kept picture, in pixels.
-MAX_PICTURE_SIDE = 768
 # The whole picture, as (top, left, bottom, right) in parts of its height and width.
 WHOLE = (0.0, 0.0, 1.0, 1.0)
 
@@ -374,120 +368,3 @@ def validate_labels(labels: Labels) -> None:
         if picture.dtype != torch.uint8 or picture.dim() != 3 or picture.shape[2] != 3:
             got = f"{picture.dtype} {tuple(picture.shape)}"
             raise ValueError(f"pictures must be uint8 (height, width, 3), got {got}")
-
-
-def to_pictures(image: Any) -> list[Tensor]:
-    """One or several pictures as uint8 (height, width, 3): of a PIL image, an array, a tensor, or a list of them."""
-    expected = "image must be a PIL image, or an array (height, width, 3), (3, height, width) or (height, width), got"
-    if isinstance(image, list | tuple):
-        return [picture for each in image for picture in to_pictures(each)]
-    if isinstance(image, Tensor):
-        tensor = image.detach().cpu()
-    else:
-        import numpy
-
-        # A copy: the array of a PIL image is read-only.
-        array = numpy.array(image)
-        if array.dtype.kind not in "buif":
-            raise TypeError(f"{expected} a {type(image).__name__}")
-        tensor = torch.from_numpy(array)
-    if tensor.dim() == 2:
-        tensor = tensor.unsqueeze(-1)
-    if tensor.dim() == 4:
-        return [picture for each in tensor for picture in to_pictures(each)]
-    if tensor.dim() == 3 and tensor.shape[-1] not in CHANNELS and tensor.shape[0] in CHANNELS:
-        tensor = tensor.permute(1, 2, 0)
-    if tensor.dim() != 3 or tensor.shape[-1] not in CHANNELS:
-        raise ValueError(f"{expected} {tuple(tensor.shape)}")
-    color = tensor[..., :3].expand(*tensor.shape[:2], 3)
-    return [color if color.dtype == torch.uint8 else scale_to_bytes(color)]
-
-
-def scale_to_bytes(picture: Tensor) -> Tensor:
-    """Floats of any scale -> uint8: from 0 to 1 as they are, otherwise from the smallest to the largest."""
-    picture = picture.detach().float()
-    low, high = float(picture.min()), float(picture.max())
-    if low < 0 or high > 1:
-        picture = (picture - low) / max(high - low, 1e-6)
-    return (picture * 255).round().to(torch.uint8)
-
-
-def shrink_picture(picture: Tensor, side: int = MAX_PICTURE_SIDE) -> Tensor:
-    """A picture uint8 (height, width, 3) whose longer side has at most `side` pixels."""
-    height, width = picture.shape[:2]
-    if max(height, width) <= side:
-        return picture.contiguous()
-    size = [max(1, round(each * side / max(height, width))) for each in (height, width)]
-    channels_first = picture.permute(2, 0, 1).unsqueeze(0).float()
-    small = F.interpolate(channels_first, size, mode="bilinear", antialias=True)[0]
-    return small.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
-
-
-def slice_by_offsets(source: str, offsets: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:
-    """The part of the source that each token covers, with the space before it; no character is used twice."""
-    texts, done = [], 0
-    for (start, end), name in zip(offsets, names, strict=True):
-        if start == end:
-            texts.append(name)
-            continue
-        gap = source[done:start]
-        first = done if gap.isspace() else max(start, done)
-        texts.append(source[first:end])
-        done = max(done, end)
-    return texts
-
-
-def decode_each_token(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """The text that each token adds to the decoded text; a split character belongs to its first token."""
-    texts = [""] * len(ids)
-    # ids[start:done] is decoded again together with the next tokens: a decoder needs the context before a token.
-    start = done = 0
-    for index in range(len(ids)):
-        before = decode(list(ids[start:done])) if done > start else ""
-        now = decode(list(ids[start : index + 1]))
-        if now.endswith(REPLACEMENT_CHARACTER) and index + 1 < len(ids) and index - done < 4:
-            continue
-        texts[done] = now[len(before) :] if now.startswith(before) else decode(list(ids[done : index + 1]))
-        start, done = done, index + 1
-    return texts
-
-
-def make_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """A function that decodes ids with a tokenizer, including special tokens; a function is returned as it is."""
-    if not hasattr(tokenizer, "decode"):
-        if not callable(tokenizer):
-            raise TypeError(
-                f"decode must be a tokenizer with a decode method, or a function, got {type(tokenizer).__name__}"
-            )
-        decode: Callable[[list[int]], str] = tokenizer
-        return decode
-    with_special = {"skip_special_tokens": False}
-    for options in (with_special | {"clean_up_tokenization_spaces": False}, with_special, {}):
-        try:
-            tokenizer.decode([], **options)
-        except TypeError:
-            continue
-        return partial(decode_ids, tokenizer, options)
-    raise TypeError(
-        f"decode must be a tokenizer whose decode takes a list of token ids, got {type(tokenizer).__name__}"
-    )
-
-
-def decode_ids(tokenizer: Any, options: dict[str, bool], ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, **options))
-
-
-def number_words_by_spaces(texts: Sequence[str]) -> list[int | None]:
-    """The word number of each token; words are separated by spaces, and a token of only spaces has none."""
-    words: list[int | None] = []
-    number, is_new = -1, True
-    for text in texts:
-        if text and text.isspace():
-            words.append(None)
-            is_new = True
-            continue
-        if is_new or text[:1].isspace():
-            number += 1
-        words.append(number)
-        is_new = text[-1:].isspace()
-    return words

@@ -30,8 +30,8 @@ from foci.inputs.tokenizer_choice import choose_vocabulary
 from foci.nn.config import SEED_LIMIT, VOCABULARY_LIMIT
 from foci.nn.model import Model
 from foci.nn.transformer import Decoder
-from foci.record.labels import REPLACEMENT_CHARACTER
 from foci.record.record import Record
+from foci.record.token_texts import REPLACEMENT_CHARACTER
 from foci.tasks.task import (
     DEFAULT_VOCABULARY,
     LENGTH_LIMIT,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import foci
-from foci.record.image_maps import find_word, overlap
 from foci.record.labels import Labels, Segment
+from foci.record.patch_layout import overlap
+from foci.record.words import find_word
 
 TEXT = ["<i>"] * 6 + ["a", " red", " sh", "oe", " and", " a", " boot"]
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from foci.record.labels import Labels, decode_each_token, number_words_by_spaces
+from foci.record.labels import Labels
+from foci.record.token_texts import decode_each_token, number_words_by_spaces
 
 BYTES = "Hé 🙂!"
 

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.capture.hooks import hook_module
-from foci.record.labels import WHOLE, Segment, scale_to_bytes, shrink_picture
+from foci.record.labels import WHOLE, Segment
+from foci.record.pictures import scale_to_bytes, shrink_picture
 
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder

@@ -20,7 +20,8 @@ from foci.capture.hooks import hook_module
 from foci.capture.huggingface.images import watch_images
 from foci.capture.huggingface.naming import SEQUENCE_NAMES, modality_of_model
 from foci.capture.naming import is_inside
-from foci.record.labels import Labels, Segment, shrink_picture
+from foci.record.labels import Labels, Segment
+from foci.record.pictures import shrink_picture
 
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from foci.record import image_maps
 from foci.record.record import Record
+from foci.record.words import list_words
 from foci.runtime.printable import make_printable
 from foci.view.colors import LIGHT_RAMP
 from foci.view.figures import theme
@@ -161,7 +161,7 @@ def list_text_words(record: Record, batch: int) -> list[str | int]:
     for layer in record.layers.values():
         for labels in record.labels_of(layer):
             if labels.kind == "tokens":
-                names = [text for text, _ in image_maps.list_words(labels, batch)]
+                names = [text for text, _ in list_words(labels, batch)]
                 return [word for word in dict.fromkeys(names) if any(map(str.isalnum, word))]
         keys = record.labels_of(layer)[1]
         if keys.grid is not None and keys.leading:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.record.labels import Labels, Segment, shrink_picture
+from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer
+from foci.record.pictures import shrink_picture
 from foci.record.record import Record
 from foci.view.page.arrays import PackedArrays
 

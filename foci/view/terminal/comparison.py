@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.record.compare import Comparison, LayerPair
-from foci.record.image_maps import lay_out
+from foci.record.patch_layout import lay_out
 from foci.runtime.console import format_count
 from foci.runtime.printable import make_printable
 from foci.view.terminal.patches import get_picture, write_word_map

@@ -5,25 +5,29 @@ text encoders first: the token ids that they read are the prompt. With classifie
 negative prompt in the first half of its batch and the prompt in the second, which is recorded; or in a second pass of
 each step, which is not.
 
+latents: what a denoiser is called with, and the grid of its patches.
+prompt: the texts of the prompt's positions.
+
 B batch, T tokens of the prompt, frames x rows x columns of latent patches.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from foci.capture.diffusion.latents import DenoiserInput, Grid, read_inputs
+from foci.capture.diffusion.prompt import Prompt, PromptText, read_prompt
 from foci.capture.generation_steps import CaptureError
 from foci.capture.hooks import hook_module
 from foci.record.kept import TextPositions
-from foci.record.labels import Labels, Segment, shrink_picture
+from foci.record.labels import Labels, Segment
+from foci.record.pictures import shrink_picture
 
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder
@@ -34,72 +38,6 @@ if TYPE_CHECKING:
 DENOISERS = ("unet", "transformer", "transformer_2", "prior")
 # Where the classes of such models live.
 DENOISER_MODULES = ("diffusers.models.unets.", "diffusers.models.transformers.")
-# Where the text lies in joint attention: behind the image or before it.
-TEXT_LAST = frozenset({"HunyuanVideoTransformer3DModel", "SD3Transformer2DModel"})
-TEXT_FIRST = frozenset({"CogVideoXTransformer3DModel", "FluxTransformer2DModel", "QwenImageTransformer2DModel"})
-# A UNet halves its latents at most this often.
-MAX_HALVINGS = 6
-
-
-class Grid(NamedTuple):
-    """The patches of the latents that a denoiser reads; `frames` is None for an image."""
-
-    frames: int | None
-    rows: int
-    columns: int
-
-    @property
-    def tokens(self) -> int:
-        return (self.frames or 1) * self.rows * self.columns
-
-    @property
-    def name(self) -> str:
-        """The name of its sequence in a record: "image 64x64", "video 4x8x8"."""
-        if self.frames is None:
-            return f"image {self.rows}x{self.columns}"
-        return f"video {self.frames}x{self.rows}x{self.columns}"
-
-    def halve(self, times: int) -> Grid:
-        """The grid after some convolutions of stride 2, which round up."""
-        scale = 2**times
-        return Grid(self.frames, -(-self.rows // scale), -(-self.columns // scale))
-
-
-@dataclass
-class DenoiserInput:
-    """What a denoiser was given in a pass: batch, length and width of the text, the grid of its latents."""
-
-    batch: int = 0
-    text_length: int = 0
-    text_width: int = 0
-    grid: Grid | None = None
-    # Whether the text follows the image in joint attention; None if the model is not known.
-    is_text_last: bool | None = None
-    is_unet: bool = False
-
-    def find_grid(self, length: int) -> Grid | None:
-        """The grid of a sequence of latent patches: that of the input, in a UNet also halved several times."""
-        if self.grid is None:
-            return None
-        grids = [self.grid.halve(times) for times in range(MAX_HALVINGS if self.is_unet else 1)]
-        return next((grid for grid in grids if grid.tokens == length), None)
-
-
-class Prompt(NamedTuple):
-    """The token ids (B, T) that a text encoder of the pipeline read, and its tokenizer."""
-
-    ids: Tensor
-    tokenizer: Any
-    width: int
-
-
-@dataclass
-class PromptText:
-    """The texts of the prompt's positions, one row per prompt, and how many of them are not padding."""
-
-    texts: list[list[str]]
-    words: list[list[int | None]]
-    used: list[list[int]] = field(default_factory=list)
 
 
 class Denoising:
@@ -393,141 +331,3 @@ def find_pipeline_denoisers(pipeline: Any) -> dict[str, nn.Module]:
 def is_denoiser(model: nn.Module) -> bool:
     """Whether a model is a UNet or a transformer of diffusers."""
     return any(each.__module__.startswith(DENOISER_MODULES) for each in type(model).__mro__)
-
-
-def read_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserInput:
-    """What a denoiser is called with."""
-    try:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    except TypeError:
-        return DenoiserInput()
-    latents = given["sample"] if "sample" in given else given.get("hidden_states")
-    text, name = given.get("encoder_hidden_states"), type(module).__name__
-    if not isinstance(latents, Tensor):
-        return DenoiserInput()
-    found = DenoiserInput(batch=latents.shape[0], is_unet="sample" in given)
-    if isinstance(text, Tensor) and text.dim() == 3:
-        found.text_length, found.text_width = text.shape[1], text.shape[2]
-    if name in TEXT_FIRST | TEXT_LAST:
-        found.is_text_last = name in TEXT_LAST
-    found.grid = find_grid(module, latents, given, found.is_unet)
-    return found
-
-
-def find_grid(module: nn.Module, latents: Tensor, given: dict[str, Any], is_unet: bool) -> Grid | None:
-    """The frames, rows and columns of patches that a denoiser cuts its latents into."""
-    config = getattr(module, "config", None)
-    if is_unet:
-        return Grid(None, latents.shape[-2], latents.shape[-1])
-    time, down, across = read_patch_size(config)
-    if latents.dim() == 4:
-        return Grid(None, latents.shape[2] // down, latents.shape[3] // across)
-    if latents.dim() == 5:
-        # CogVideoX has the frames before the channels.
-        axis = 1 if type(module).__name__.startswith("CogVideoX") else 2
-        return Grid(latents.shape[axis] // time, latents.shape[3] // down, latents.shape[4] // across)
-    return find_packed_grid(given)
-
-
-def read_patch_size(config: Any) -> tuple[int, int, int]:
-    """The frames, rows and columns of latents in a patch."""
-    size: Any = getattr(config, "patch_size", None) or 1
-    if isinstance(size, list | tuple):
-        time, down, across = [1] * (3 - len(size)) + list(size)
-        return time, down, across
-    return getattr(config, "patch_size_t", None) or 1, size, size
-
-
-def find_packed_grid(given: dict[str, Any]) -> Grid | None:
-    """The grid of latents (B, N, width) that are patches already, from the arguments that say how they lie."""
-    ids, shapes = given.get("img_ids"), given.get("img_shapes")
-    if isinstance(ids, Tensor) and ids.dim() in {2, 3} and ids.shape[-1] >= 3:
-        last = ids.reshape(-1, ids.shape[-1])[: ids.shape[-2]].amax(0).long().tolist()
-        return Grid(None, last[1] + 1, last[2] + 1)
-    if isinstance(shapes, list | tuple) and shapes:
-        first = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
-        frames, rows, columns = first
-        return Grid(None if frames == 1 else frames, rows, columns)
-    numbers = [given.get(name) for name in ("num_frames", "height", "width")]
-    if all(isinstance(number, int) for number in numbers):
-        return Grid(*numbers)  # type: ignore[arg-type]
-    return None
-
-
-def read_prompt(prompts: Sequence[Prompt], inputs: DenoiserInput, model: str) -> PromptText | None:
-    """The texts at the positions that a denoiser reads, from the ids of the text encoders; None if they do not fit."""
-    length = inputs.text_length
-    # Each encoder reads the prompt first, then the negative prompt.
-    first: dict[int, Prompt] = {}
-    for prompt in prompts:
-        first.setdefault(id(prompt.tokenizer), prompt)
-    known = list(first.values())
-    fitting = [prompt for prompt in known if prompt.ids.shape[1] == length]
-    by_width = [prompt for prompt in fitting if prompt.width == inputs.text_width]
-    if fitting:
-        return decode_prompt((by_width or fitting)[0], range(length))
-    for before in known:
-        for after in known:
-            if before is not after and before.ids.shape[1] + after.ids.shape[1] == length:
-                return join_prompts(decode_prompt(before), decode_prompt(after))
-    longer = [prompt for prompt in known if prompt.ids.shape[1] > length]
-    if longer:
-        # An instruction before the prompt is left out; Sana keeps its first token.
-        total = longer[0].ids.shape[1]
-        kept = [0, *range(total - length + 1, total)] if model.startswith("Sana") else range(total - length, total)
-        return decode_prompt(longer[0], kept)
-    if known:
-        shorter = decode_prompt(known[0])
-        missing = length - known[0].ids.shape[1]
-        return PromptText(
-            [row + [""] * missing for row in shorter.texts],
-            [row + [None] * missing for row in shorter.words],
-            shorter.used,
-        )
-    return None
-
-
-def decode_prompt(prompt: Prompt, positions: Sequence[int] | None = None) -> PromptText:
-    """The texts of some positions of a prompt; those of padding are empty."""
-    rows = prompt.ids[:, list(positions)] if positions is not None else prompt.ids
-    used = [find_used_positions(row, prompt.tokenizer) for row in rows.tolist()]
-    if prompt.tokenizer is None:
-        labels = Labels.tokens([[str(number) for number in row] for row in rows.tolist()])
-    else:
-        labels = Labels.from_ids(rows, prompt.tokenizer)
-    texts = [
-        [text if n in kept else "" for n, text in enumerate(row)] for row, kept in zip(labels.texts, used, strict=True)
-    ]
-    words: list[list[int | None]] = [[None] * len(row) for row in texts]
-    if labels.words is not None:
-        words = [
-            [w if n in kept else None for n, w in enumerate(row)] for row, kept in zip(labels.words, used, strict=True)
-        ]
-    return PromptText(texts, words, used)
-
-
-def join_prompts(before: PromptText, after: PromptText) -> PromptText:
-    """The positions of two encoders one after the other."""
-    count = len(before.texts[0])
-    highest = max((number for row in before.words for number in row if number is not None), default=-1) + 1
-    words = [
-        [*a, *(None if n is None else n + highest for n in b)] for a, b in zip(before.words, after.words, strict=True)
-    ]
-    return PromptText(
-        [[*a, *b] for a, b in zip(before.texts, after.texts, strict=True)],
-        words,
-        [[*a, *(count + n for n in b)] for a, b in zip(before.used, after.used, strict=True)],
-    )
-
-
-def find_used_positions(ids: Sequence[int], tokenizer: Any) -> list[int]:
-    """The positions before and after which there is only padding; the end token stays if it is the padding token."""
-    padding = getattr(tokenizer, "pad_token_id", None)
-    start, stop = 0, len(ids)
-    while stop > start and ids[stop - 1] == padding:
-        stop -= 1
-    while start < stop and ids[start] == padding:
-        start += 1
-    if padding is not None and padding == getattr(tokenizer, "eos_token_id", None):
-        stop = min(stop + 1, len(ids))
-    return [*range(start, stop)]
