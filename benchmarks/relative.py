@@ -30,8 +30,8 @@ from timing import Clock, Contestant, Measured, compare, format_error, free_memo
 from torch import Tensor
 
 import foci
+from foci.gpu.arguments import Tiling
 from foci.gpu.attention import tilings
-from foci.gpu.attention.tilings import AttentionTiling
 
 COLUMNS = (
     "case", "dtype", "direction", "contestant", "ms", "spread", "rounds", "tflops", "mib", "over_dense", "error",
@@ -174,9 +174,9 @@ def flex_alibi(case: Case) -> Attend:
     return lambda tensors: compiled(tensors["q"], tensors["k"], tensors["v"], score_mod=score, block_mask=blocks)
 
 
-Tiles = AttentionTiling
+Tiles = Tiling
 # Tiles to try, by pass and width; foci uses the first of each.
-VARIANTS: dict[str, dict[int, list[AttentionTiling]]] = {
+VARIANTS: dict[str, dict[int, list[Tiling]]] = {
     "forward": {
         64: [
             Tiles(128, 64, 8, 3, 128), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2, 128), Tiles(64, 64, 4, 3, 168),
@@ -203,7 +203,7 @@ TUNED = (Case("buckets", 4, 16, 2048), Case("values", 4, 16, 2048, reach=16), Ca
 
 
 @contextmanager
-def tiled(name: str, width: int, tiles: AttentionTiling) -> Iterator[None]:
+def tiled(name: str, width: int, tiles: Tiling) -> Iterator[None]:
     """foci's kernels with these tiles in one pass."""
     before = tilings.ROW_TABLE_TILINGS[name][width]
     tilings.ROW_TABLE_TILINGS[name][width] = tiles

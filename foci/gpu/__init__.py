@@ -1,5 +1,6 @@
 """The launch layer of our Triton kernels: from a call to kernel arguments, tiles and launches.
 
+arguments: tensor layouts, strides and tile sizes of all kernels
 mask_inputs: converts a mask into key ranges, document ids and a dense tensor
 launcher: launches kernels, and replays compiled ones for later calls of the same shapes
 compilation: compiles kernels in parallel, also ahead of a call

@@ -240,18 +240,3 @@ CACHED_PLANS: dict[Hashable, LaunchPlan] = {}
 def get_or_build_plan(key: Hashable, build: Callable[[], LaunchPlan]) -> LaunchPlan:
     """The cached plan for a kind of call, built on first use."""
     return get_or_make(CACHED_PLANS, MAX_CACHED_PLANS, key, build)
-
-
-def layout_key(x: Tensor | None) -> Hashable:
-    """What the scalar arguments of a kernel depend on: shape, strides and dtype."""
-    return None if x is None else (x.shape, x.stride(), x.dtype)
-
-
-def batch_stride(x: Tensor | None) -> int:
-    """The stride of the batch dimension; 0 where the whole batch shares one entry or x is None."""
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
-
-
-def next_power_of_two(n: int, minimum: int = 16) -> int:
-    """The next power of two, which tile sizes must be; matrix products need at least 16."""
-    return max(minimum, 1 << (n - 1).bit_length())

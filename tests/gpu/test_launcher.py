@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from foci.gpu import launcher
+from foci.gpu import arguments, launcher
 from foci.gpu.launcher import LaunchPlan, build_kernel_launch
 
 
@@ -184,9 +184,9 @@ def test_plan_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layout_key_depends_on_shape_strides_and_dtype() -> None:
     x = torch.zeros(2, 3)
-    assert launcher.layout_key(x) == launcher.layout_key(torch.ones(2, 3))
+    assert arguments.layout_key(x) == arguments.layout_key(torch.ones(2, 3))
     others = x.mT, x[:1], x.half(), torch.zeros(2, 4)[:, :3], None
-    assert len({launcher.layout_key(y) for y in (x, *others)}) == 6
+    assert len({arguments.layout_key(y) for y in (x, *others)}) == 6
 
 
 def test_workspace_arrays_of_other_dtypes_share_the_buffer() -> None:

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 import foci
 from foci.backends import triton
+from foci.gpu.arguments import Tiling
 from foci.gpu.attention import launch, tilings
-from foci.gpu.attention.tilings import AttentionTiling
 from foci.gpu.launcher import CACHED_PLANS
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 from tests.kernels.test_distance_bias import DEVICE, MASKS, check_problem, problem_of, within_nan
@@ -33,11 +33,9 @@ def test_half_precision_equals_the_reference(mask: str) -> None:
     check_problem(problem_of("none", mask, torch.float16))
 
 
-@pytest.mark.parametrize("tiles", [AttentionTiling(32, 16, 4, 1), AttentionTiling(16, 32, 4, 1)], ids=["tall", "wide"])
+@pytest.mark.parametrize("tiles", [Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1)], ids=["tall", "wide"])
 @pytest.mark.parametrize("mask", ["full", "window", "two_runs", "left_padding"])
-def test_tiles_of_any_shape_equal_the_reference(
-    mask: str, tiles: AttentionTiling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_of_any_shape_equal_the_reference(mask: str, tiles: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "choose_tiling", lambda name, part: tiles)
     check_problem(problem_of("none", mask))
 

@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 import foci
 from foci.arguments import Call, prepare_call
 from foci.gpu import attention, launcher
+from foci.gpu.arguments import Tiling
 from foci.gpu.attention import launch, row_table
-from foci.gpu.attention.tilings import AttentionTiling
 from foci.gpu.launcher import LaunchPlan
 from foci.scores import Dot
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
@@ -127,9 +127,9 @@ def test_float16(bias: str) -> None:
     check_problem(problem_of(bias, "causal", torch.float16))
 
 
-@pytest.mark.parametrize("tiles", [AttentionTiling(32, 16, 4, 1), AttentionTiling(16, 32, 4, 1)], ids=["tall", "wide"])
+@pytest.mark.parametrize("tiles", [Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1)], ids=["tall", "wide"])
 @pytest.mark.parametrize(("bias", "mask"), [("values", "full"), ("buckets", "window"), ("buckets", "two_runs")])
-def test_non_square_tiles(bias: str, mask: str, tiles: AttentionTiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_square_tiles(bias: str, mask: str, tiles: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "choose_tiling", lambda name, part: tiles)
     check_problem(problem_of(bias, mask))
 

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.gpu.launcher import (
-    KernelLaunch,
-    batch_stride,
-    build_kernel_launch,
-    count_multiprocessors,
+from foci.gpu.arguments import (
     layout_key,
+    make_contiguous,
+    mask_arguments,
     next_power_of_two,
+    stride_arguments,
+    view_as_bytes,
+    with_contiguous_rows,
 )
+from foci.gpu.launcher import KernelLaunch, build_kernel_launch, count_multiprocessors
 
 
 class AdditiveOptions(NamedTuple):
@@ -68,11 +70,9 @@ def to_kernel_layout(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: AdditiveOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, AdditiveOptions]:
     """Make features, weight and mask tensors contiguous, and view the dense mask as bytes."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    key_ranges, query_ids, key_ids = (None if x is None else x.contiguous() for x in options[:3])
-    dense = options.dense
-    if dense is not None:
-        dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
+    q, k, v = map(with_contiguous_rows, (q, k, v))
+    key_ranges, query_ids, key_ids = make_contiguous(*options[:3])
+    dense = view_as_bytes(options.dense, q, k)
     return q, k, v, weight.contiguous(), AdditiveOptions(key_ranges, query_ids, key_ids, dense, *options[4:])
 
 
@@ -94,19 +94,12 @@ def tensor_arguments(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: A
 def additive_scalars(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: AdditiveOptions) -> dict[str, Any]:
     """Sizes, strides and flags of the tensors."""
     (B, H, Tq, D), (G, Tk), Dv, headed = q.shape, k.shape[1:3], v.shape[3], weight.dim() == 2
-    strides = (0, 0, 0, 0) if options.dense is None else options.dense.stride()
-    masks = {"key_ranges": options.key_ranges, "query_ids": options.query_ids, "key_ids": options.key_ids}
     return {
         "B": B, "H": H, "G": G, "group": H // G, "pairs": B * H, "Tq": Tq, "Tk": Tk, "D": D, "Dv": Dv,
-        "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
-        "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
-        "v_batch": v.stride(0), "v_head": v.stride(1), "v_key": v.stride(2),
+        **stride_arguments("q", q, "query"), **stride_arguments("k", k, "key"), **stride_arguments("v", v, "key"),
         "weight_head": D if headed else 0, "headed": int(headed), "weights": H if headed else 1,
-        **{f"{name}_batch": batch_stride(x) for name, x in masks.items()},
-        "dense_batch": strides[0], "dense_head": strides[1], "dense_query": strides[2], "dense_key": strides[3],
+        **mask_arguments(*options[:4]), "CAUSAL": options.causal, "DROPOUT": options.seed is not None,
         "threshold": int(options.dropout * 2**32), "keep_scale": 1.0 / (1.0 - options.dropout),
-        "CAUSAL": options.causal, "RANGES": 0 if options.key_ranges is None else options.key_ranges.shape[1],
-        "IDS": options.query_ids is not None, "DENSE": options.dense is not None, "DROPOUT": options.seed is not None,
         "BD": next_power_of_two(D), "BV": next_power_of_two(Dv), "GPU": q.is_cuda,
     }  # fmt: skip
 

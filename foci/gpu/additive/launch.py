@@ -26,13 +26,7 @@ from foci.gpu.additive.arguments import (
     tile_arguments,
     to_kernel_layout,
 )
-from foci.gpu.launcher import (
-    KernelLaunch,
-    LaunchPlan,
-    build_kernel_launch,
-    count_multiprocessors,
-    get_or_build_plan,
-)
+from foci.gpu.launcher import KernelLaunch, LaunchPlan, build_kernel_launch, count_multiprocessors, get_or_build_plan
 
 # Up to this many queries, each query has programs of its own (decode.py).
 MAX_DECODE_QUERIES = 4

@@ -23,14 +23,8 @@ from foci.gpu.additive.arguments import (
     tile_arguments,
     to_kernel_layout,
 )
-from foci.gpu.launcher import (
-    KernelLaunch,
-    LaunchPlan,
-    build_kernel_launch,
-    count_multiprocessors,
-    get_or_build_plan,
-    next_power_of_two,
-)
+from foci.gpu.arguments import next_power_of_two
+from foci.gpu.launcher import KernelLaunch, LaunchPlan, build_kernel_launch, count_multiprocessors, get_or_build_plan
 
 
 def backward_in_one_pass(

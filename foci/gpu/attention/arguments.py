@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from foci.gpu.launcher import batch_stride, layout_key, next_power_of_two
+from foci.gpu.arguments import (
+    batch_stride,
+    layout_key,
+    mask_arguments,
+    next_power_of_two,
+    stride_arguments,
+    view_as_bytes,
+    with_contiguous_rows,
+)
 
 # Some sequences of a batch, and some heads.
 HeadSlices = tuple[slice, slice]
@@ -162,15 +170,10 @@ def to_kernel_layout(
         if x is not None and not x.is_contiguous():
             changed[name] = x.contiguous()
     if options.dense is not None:
-        changed["dense"] = options.dense.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+        changed["dense"] = view_as_bytes(options.dense, q, k)
     if changed:
         options = options._replace(**changed)
     return with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v), options
-
-
-def with_contiguous_rows(x: Tensor) -> Tensor:
-    """x, copied if the stride of its last dimension is not 1."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def empty_with_layout_of(x: Tensor) -> Tensor:
@@ -196,17 +199,13 @@ def attention_scalars(part: CallPart) -> dict[str, Any]:
     """Sizes, strides and flags that the forward and both backward kernels take."""
     q, k, v, peaks, options = part.q, part.k, part.v, part.peaks, part.options
     widths = next_power_of_two(q.shape[-1]), next_power_of_two(v.shape[-1])
-    dense = (0, 0, 0, 0) if options.dense is None else options.dense.stride()
     return dict(
         **stride_arguments("q", q), **stride_arguments("k", k), **stride_arguments("v", v),
         peaks_batch=peaks.stride(0), peaks_head=peaks.stride(1),
         left=options.left, right=options.right, always=options.always, stop=options.stop, PADDED=options.padded,
-        lengths_batch=batch_stride(options.lengths), key_ranges_batch=batch_stride(options.key_ranges),
-        query_ids_batch=batch_stride(options.query_ids), key_ids_batch=batch_stride(options.key_ids),
+        **mask_arguments(options.key_ranges, options.query_ids, options.key_ids, options.dense),
+        lengths_batch=batch_stride(options.lengths), CAUSAL=options.causal,
         document_ranges_batch=3 * q.shape[2] * (count_document_rows(options) > 1), **bias_strides(options.bias),
-        dense_batch=dense[0], dense_head=dense[1], dense_query=dense[2], dense_key=dense[3],
-        CAUSAL=options.causal, RANGES=0 if options.key_ranges is None else options.key_ranges.shape[1],
-        IDS=options.query_ids is not None, DENSE=options.dense is not None,
         H=q.shape[1], group=q.shape[1] // k.shape[1], Tq=q.shape[2], Tk=k.shape[2], D=q.shape[3], Dv=v.shape[3],
         clip=options.distances // 2, first_b=part.first[0], first_h=part.first[1],
         scale=options.scale, softcap=options.softcap,
@@ -234,10 +233,6 @@ def bias_strides(bias: Tensor | None) -> dict[str, int]:
     # The kernels multiply strides of aligned rows by 8, so that the compiler sees the alignment.
     batch, head, query = (step // 8 if aligned else step for step in (batch, head, query))
     return {"bias_batch": batch, "bias_head": head, "bias_query": query, "bias_key": key, "BIAS": 1 if aligned else 2}
-
-
-def stride_arguments(name: str, x: Tensor) -> dict[str, int]:
-    return {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1), f"{name}_row": x.stride(2)}
 
 
 def dot_precision(q: Tensor) -> str:

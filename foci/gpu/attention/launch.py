@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.gpu.arguments import Tiling, layout_key, stride_arguments, with_contiguous_rows
 from foci.gpu.attention import row_table
 from foci.gpu.attention.arguments import (
     AttentionOptions,
@@ -20,14 +21,11 @@ from foci.gpu.attention.arguments import (
     key_head_slices,
     learned_fields,
     plan_key,
-    stride_arguments,
     tensor_arguments,
     to_kernel_layout,
-    with_contiguous_rows,
 )
 from foci.gpu.attention.tilings import (
     MAX_KEY_SPLITS,
-    AttentionTiling,
     ceil_divide,
     choose_tiling,
     count_key_splits,
@@ -35,7 +33,7 @@ from foci.gpu.attention.tilings import (
     is_packed,
 )
 from foci.gpu.attention.visible_tiles import document_range_launches, query_tile_launches
-from foci.gpu.launcher import KernelLaunch, LaunchPlan, build_kernel_launch, get_or_build_plan, layout_key
+from foci.gpu.launcher import KernelLaunch, LaunchPlan, build_kernel_launch, get_or_build_plan
 from foci.runtime.tracing import disable_autocast
 
 # Compile the assertion about the lengths of padded sequences, without those that Triton adds to integer arithmetic.
@@ -94,7 +92,7 @@ def forward_part(part: CallPart, out: Tensor) -> None:
         out.copy_(kernel_out)
 
 
-def plan_forward(part: CallPart, out: Tensor, tiling: AttentionTiling) -> LaunchPlan:
+def plan_forward(part: CallPart, out: Tensor, tiling: Tiling) -> LaunchPlan:
     """Plan the row table, and the forward kernel with one program per tile of queries."""
     if part.options.table_kind:
         from foci.kernels.distance_bias.forward import distance_bias_forward as kernel
@@ -118,14 +116,12 @@ def plan_forward(part: CallPart, out: Tensor, tiling: AttentionTiling) -> Launch
     return LaunchPlan(row_table.row_table_workspace(part.options, heads) | sizes, part.q.device, launches)
 
 
-def forward_options(part: CallPart, tiling: AttentionTiling) -> dict[str, Any]:
+def forward_options(part: CallPart, tiling: Tiling) -> dict[str, Any]:
     """The launch options of the forward, which asserts that the lengths of padded sequences are valid."""
     return tiling.options() | (CHECKED if part.options.padded else {})
 
 
-def plan_split_forward(
-    part: CallPart, out: Tensor, tiling: AttentionTiling, scalars: dict[str, Any], splits: int
-) -> LaunchPlan:
+def plan_split_forward(part: CallPart, out: Tensor, tiling: Tiling, scalars: dict[str, Any], splits: int) -> LaunchPlan:
     """Plan the forward kernel with one program per split of the keys, and the merge of its results."""
     from foci.kernels.attention.forward import attention_forward_kernel, merge_attention_splits
 
@@ -228,7 +224,7 @@ class BackwardIntermediates(NamedTuple):
     d_by_bucket: Tensor | None
 
 
-def allocate_intermediates(part: CallPart, tensors: BackwardTensors, tiling: AttentionTiling) -> BackwardIntermediates:
+def allocate_intermediates(part: CallPart, tensors: BackwardTensors, tiling: Tiling) -> BackwardIntermediates:
     options, learned, empty = part.options, tensors.learned, part.peaks.new_empty
     query_tiles = ceil_divide(part.q.shape[2], tiling.queries)
     return BackwardIntermediates(
@@ -305,7 +301,7 @@ def plan_backward(
     tensors: BackwardTensors,
     intermediates: BackwardIntermediates,
     d_q: Tensor,
-    tilings: tuple[AttentionTiling, AttentionTiling],
+    tilings: tuple[Tiling, Tiling],
 ) -> LaunchPlan:
     """Plan the tables, the pass over queries, the pass over keys, and the bucket sums."""
     query_gradients, key_gradients = backward_kernels(part.options)

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from foci.gpu.arguments import next_power_of_two
 from foci.gpu.attention.arguments import AttentionOptions, HeadSlices
-from foci.gpu.launcher import KernelLaunch, build_kernel_launch, next_power_of_two
+from foci.gpu.launcher import KernelLaunch, build_kernel_launch
 
 # Memory for the row tables of one part of a call. Enough for a thousand programs at 128 queries and 257 distances.
 MAX_ROW_TABLE_BYTES = 2**28

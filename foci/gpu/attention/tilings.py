@@ -6,107 +6,87 @@ any batch.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 
+from foci.gpu.arguments import INTERPRETER_TILES, Tiling, next_power_of_two
 from foci.gpu.attention.arguments import CallPart
-from foci.gpu.launcher import next_power_of_two
-
-
-class AttentionTiling(NamedTuple):
-    """The tile sizes and launch options of one kernel."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None  # maximum per thread, so that more programs share a multiprocessor
-
-    def sizes(self) -> dict[str, Any]:
-        return {"BM": self.queries, "BN": self.keys}
-
-    def options(self) -> dict[str, Any]:
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "num_stages": self.stages} | limit
-
 
 # By pass and by the larger of D and Dv, for 16-bit inputs without a row table.
 ATTENTION_TILINGS = {
     "forward": {
-        64: AttentionTiling(128, 64, 8, 3, 128),
-        128: AttentionTiling(64, 64, 4, 3),
-        256: AttentionTiling(128, 64, 8, 2),
+        64: Tiling(128, 64, 8, 3, 128),
+        128: Tiling(64, 64, 4, 3),
+        256: Tiling(128, 64, 8, 2),
     },
     "queries": {
-        64: AttentionTiling(64, 64, 4, 3),
-        128: AttentionTiling(128, 64, 8, 3),
-        256: AttentionTiling(64, 32, 4, 2),
+        64: Tiling(64, 64, 4, 3),
+        128: Tiling(128, 64, 8, 3),
+        256: Tiling(64, 32, 4, 2),
     },
     "keys": {
-        64: AttentionTiling(64, 64, 4, 3),
-        128: AttentionTiling(32, 64, 4, 3),
-        256: AttentionTiling(32, 64, 8, 2),
+        64: Tiling(64, 64, 4, 3),
+        128: Tiling(32, 64, 4, 3),
+        256: Tiling(32, 64, 8, 2),
     },
     "bias": {
-        64: AttentionTiling(64, 64, 4, 2),
-        128: AttentionTiling(64, 64, 4, 2),
-        256: AttentionTiling(64, 32, 4, 1),
+        64: Tiling(64, 64, 4, 2),
+        128: Tiling(64, 64, 4, 2),
+        256: Tiling(64, 32, 4, 1),
     },
 }
 # With documents many tiles are visible in part, and less is wasted of smaller ones: by pass and width.
-DOCUMENT_TILINGS = {("forward", 64): AttentionTiling(64, 64, 4, 3), ("queries", 128): AttentionTiling(64, 64, 4, 2)}
+DOCUMENT_TILINGS = {("forward", 64): Tiling(64, 64, 4, 3), ("queries", 128): Tiling(64, 64, 4, 2)}
 # With a dense bias, whose own tiles take shared memory and registers: by pass and width, else two stages at most.
-BIAS_TILINGS = {("queries", 128): AttentionTiling(64, 64, 4, 2), ("forward", 256): AttentionTiling(64, 32, 4, 2)}
+BIAS_TILINGS = {("queries", 128): Tiling(64, 64, 4, 2), ("forward", 256): Tiling(64, 32, 4, 2)}
 # Like ATTENTION_TILINGS, with a row table. Near the diagonal a program also holds a tile of values from
 # the row table: larger tiles than these spill registers there.
 ROW_TABLE_TILINGS = {
     "forward": {
-        64: AttentionTiling(128, 64, 8, 3, 128),
-        128: AttentionTiling(128, 64, 8, 2),
-        256: AttentionTiling(128, 64, 8, 2),
+        64: Tiling(128, 64, 8, 3, 128),
+        128: Tiling(128, 64, 8, 2),
+        256: Tiling(128, 64, 8, 2),
     },
     "queries": {
-        64: AttentionTiling(64, 64, 4, 2, 168),
-        128: AttentionTiling(128, 64, 8, 2),
-        256: AttentionTiling(64, 32, 4, 2),
+        64: Tiling(64, 64, 4, 2, 168),
+        128: Tiling(128, 64, 8, 2),
+        256: Tiling(64, 32, 4, 2),
     },
     "keys": {
-        64: AttentionTiling(32, 64, 4, 3),
-        128: AttentionTiling(32, 128, 8, 2),
-        256: AttentionTiling(32, 64, 8, 2),
+        64: Tiling(32, 64, 4, 3),
+        128: Tiling(32, 128, 8, 2),
+        256: Tiling(32, 64, 8, 2),
     },
 }
 # Products of float32 do not run on tensor cores and read twice the memory.
 FLOAT32_TILINGS = {
     "forward": {
-        64: AttentionTiling(64, 32, 4, 2),
-        128: AttentionTiling(64, 32, 8, 2),
-        256: AttentionTiling(64, 32, 8, 1),
+        64: Tiling(64, 32, 4, 2),
+        128: Tiling(64, 32, 8, 2),
+        256: Tiling(64, 32, 8, 1),
     },
     "queries": {
-        64: AttentionTiling(64, 32, 4, 2),
-        128: AttentionTiling(64, 32, 8, 1),
-        256: AttentionTiling(32, 16, 4, 1),
+        64: Tiling(64, 32, 4, 2),
+        128: Tiling(64, 32, 8, 1),
+        256: Tiling(32, 16, 4, 1),
     },
     "keys": {
-        64: AttentionTiling(32, 64, 8, 2),
-        128: AttentionTiling(32, 64, 8, 1),
-        256: AttentionTiling(16, 32, 4, 1),
+        64: Tiling(32, 64, 8, 2),
+        128: Tiling(32, 64, 8, 1),
+        256: Tiling(16, 32, 4, 1),
     },
     "bias": {
-        64: AttentionTiling(32, 32, 4, 1),
-        128: AttentionTiling(32, 32, 4, 1),
-        256: AttentionTiling(16, 32, 4, 1),
+        64: Tiling(32, 32, 4, 1),
+        128: Tiling(32, 32, 4, 1),
+        256: Tiling(16, 32, 4, 1),
     },
 }
 # By the larger of D and Dv: few queries, whose programs wait for memory. The number of queries is that of the call.
 PACKED_TILINGS = {
-    64: AttentionTiling(16, 64, 4, 3),
-    128: AttentionTiling(16, 64, 4, 3),
-    256: AttentionTiling(16, 32, 4, 2),
+    64: Tiling(16, 64, 4, 3),
+    128: Tiling(16, 64, 4, 3),
+    256: Tiling(16, 32, 4, 2),
 }
-PACKED_FLOAT32_TILING = AttentionTiling(16, 16, 4, 2)
+PACKED_FLOAT32_TILING = Tiling(16, 16, 4, 2)
 # Float32 inputs have at most FEW_QUERIES rows.
 MAX_PACKED_ROWS = 64
 # Calls with at most this many queries use tiles of this size: one more kernel per kind of call, not one per length.
@@ -114,8 +94,6 @@ FEW_QUERIES = 16
 # The keys of few queries are split among at most MAX_KEY_SPLITS programs, of at least MIN_SPLIT_KEYS keys each.
 MAX_KEY_SPLITS = 64
 MIN_SPLIT_KEYS = 512
-# Small, because the interpreter also spends time on padding.
-INTERPRETER_TILES = AttentionTiling(16, 16, 4, 1)
 
 
 def is_packed(part: CallPart) -> bool:
@@ -125,7 +103,7 @@ def is_packed(part: CallPart) -> bool:
     return not part.options.table_kind and queries <= FEW_QUERIES and queries * part.group <= rows
 
 
-def choose_tiling(name: str, part: CallPart) -> AttentionTiling:
+def choose_tiling(name: str, part: CallPart) -> Tiling:
     """Choose the tiles of a pass: "forward", "queries", "keys" or "bias". Few queries get small tiles."""
     q, v, options = part.q, part.v, part.options
     if q.device.type == "cpu":
@@ -160,7 +138,7 @@ def count_key_splits(part: CallPart) -> int:
     return 1 if queries > FEW_QUERIES else max(1, min(keys // MIN_SPLIT_KEYS, MAX_KEY_SPLITS))
 
 
-def count_query_programs(part: CallPart, tiling: AttentionTiling) -> int:
+def count_query_programs(part: CallPart, tiling: Tiling) -> int:
     """The number of tiles of queries."""
     if is_packed(part):
         return part.k.shape[0] * part.k.shape[1]

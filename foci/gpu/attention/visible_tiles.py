@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from foci.gpu.arguments import Tiling, batch_stride
 from foci.gpu.attention import row_table
 from foci.gpu.attention.arguments import CallPart, count_document_rows
-from foci.gpu.attention.tilings import AttentionTiling, ceil_divide
-from foci.gpu.launcher import KernelLaunch, batch_stride, build_kernel_launch
+from foci.gpu.attention.tilings import ceil_divide
+from foci.gpu.launcher import KernelLaunch, build_kernel_launch
 
 
 def document_range_launches(part: CallPart) -> tuple[list[KernelLaunch], dict[str, int]]:
@@ -26,7 +27,7 @@ def document_range_launches(part: CallPart) -> tuple[list[KernelLaunch], dict[st
 
 
 def query_tile_launches(
-    part: CallPart, scalars: dict[str, Any], tiling: AttentionTiling
+    part: CallPart, scalars: dict[str, Any], tiling: Tiling
 ) -> tuple[list[KernelLaunch], dict[str, int]]:
     """The launches that find the query tiles which see a key tile, and their workspace: for ranges and documents."""
     options, B, Tk = part.options, part.q.shape[0], part.k.shape[2]

@@ -5,7 +5,6 @@ B batch, H query heads, G key/value heads, Tq queries, Tk keys, D width.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +13,15 @@ from torch import Tensor
 
 from foci.arguments import HALF_DTYPES
 from foci.gpu.additive import MAX_ADDITIVE_WIDTH
-from foci.gpu.launcher import KERNEL_DTYPES, DescriptorArgument, batch_stride
+from foci.gpu.arguments import (
+    make_contiguous,
+    mask_arguments,
+    next_power_of_two,
+    stride_arguments,
+    view_as_bytes,
+    with_contiguous_rows,
+)
+from foci.gpu.launcher import KERNEL_DTYPES, DescriptorArgument
 from foci.runtime.device import is_hopper_or_later
 from foci.runtime.tracing import is_traced
 from foci.statistics.cuda.tiling import PictureCells, TileConfig
@@ -53,14 +60,13 @@ class KernelTensors(NamedTuple):
         """As the kernels read them: contiguous features, masks as bytes."""
         if self.q.stride(3) == self.k.stride(3) == 1 and self.lse.is_contiguous() and self.is_plain:
             return self
-        q, k, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.q, self.k, self.lse.contiguous()))
-        dense, weights = self.dense, self.query_weights
-        if dense is not None:
-            dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
-        if weights is not None:
-            weights = (weights if weights.dim() == 3 else weights[None, None]).contiguous()
-        others = (self.key_ranges, self.query_ids, self.key_ids, self.slopes, self.weight)
-        key_ranges, query_ids, key_ids, slopes, weight = (None if x is None else x.contiguous() for x in others)
+        weights = self.query_weights
+        weights = weights[None, None] if weights is not None and weights.dim() == 1 else weights
+        lse, key_ranges, query_ids, key_ids, slopes, weight, weights = make_contiguous(
+            self.lse, self.key_ranges, self.query_ids, self.key_ids, self.slopes, self.weight, weights
+        )
+        dense, (q, k) = view_as_bytes(self.dense, self.q, self.k), map(with_contiguous_rows, (self.q, self.k))
+        assert lse is not None
         return KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, self.bias, weight, weights)
 
     def by_name(self) -> dict[str, Tensor]:
@@ -168,26 +174,19 @@ def statistics_scalars(
     tensors: KernelTensors, scale: float, softcap: float | None, causal: bool, bias_kind: int
 ) -> dict[str, Any]:
     """The scalars that every kernel takes: strides, sizes, and which parts the call has; tensors in kernel layout."""
-    q, k, dense, key_ranges = tensors.q, tensors.k, tensors.dense, tensors.key_ranges
-    strides = (0, 0, 0, 0) if dense is None else dense.stride()
-    bias = tensors.bias
+    q, k, bias = tensors.q, tensors.k, tensors.bias
     steps = (0, 0, 0) if bias is None else tuple(0 if bias.shape[n] == 1 else bias.stride(n) for n in range(3))
     return {
-        "key_ranges_batch": batch_stride(key_ranges), "query_ids_batch": batch_stride(tensors.query_ids),
-        "key_ids_batch": batch_stride(tensors.key_ids),
+        **mask_arguments(tensors.key_ranges, tensors.query_ids, tensors.key_ids, tensors.dense), "CAUSAL": causal,
         "H": q.shape[1], "group": q.shape[1] // k.shape[1], "Tq": q.shape[2], "Tk": k.shape[2], "D": q.shape[3],
-        "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
-        "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
-        "dense_batch": strides[0], "dense_head": strides[1], "dense_query": strides[2], "dense_key": strides[3],
+        **stride_arguments("q", q, "query"), **stride_arguments("k", k, "key"),
         "bias_batch": steps[0], "bias_head": steps[1], "bias_query": steps[2],
         "clip": 0 if bias is None else bias.shape[3] // 2, "TABLE": bias_kind,
         "weight_head": q.shape[3] if tensors.weight is not None and tensors.weight.dim() == 2 else 0,
         "ADDITIVE": tensors.weight is not None, "PTX": q.device.type == "cuda" and torch.version.hip is None,
         "scale": float(scale), "softcap": float(softcap or 0.0),
-        "CAUSAL": causal, "RANGES": 0 if key_ranges is None else key_ranges.shape[1],
-        "IDS": tensors.query_ids is not None, "DENSE": dense is not None,
         "SOFTCAP": softcap is not None, "ALIBI": tensors.slopes is not None,
-        "BD": max(16, 2 ** math.ceil(math.log2(q.shape[3]))),
+        "BD": next_power_of_two(q.shape[3]),
     }  # fmt: skip
 
 

@@ -13,46 +13,36 @@ from torch import Tensor
 
 from foci.arguments import HALF_DTYPES, Call
 from foci.gpu import mask_inputs
-from foci.gpu.launcher import (
-    KERNEL_DTYPES,
-    KernelLaunch,
-    LaunchPlan,
-    batch_stride,
-    build_kernel_launch,
-    get_or_build_plan,
+from foci.gpu.arguments import (
+    INTERPRETER_TILES,
+    Tiling,
     layout_key,
+    make_contiguous,
+    mask_arguments,
     next_power_of_two,
+    stride_arguments,
+    with_contiguous_rows,
 )
+from foci.gpu.launcher import KERNEL_DTYPES, KernelLaunch, LaunchPlan, build_kernel_launch, get_or_build_plan
 from foci.gpu.mask_inputs import KernelMasks
 from foci.masks.base import Mask
 from foci.runtime.device import has_triton
 from foci.scores import Dot
 from foci.statistics.cuda.arguments import MAX_WIDTH
 
-
-class DivergenceTiling(NamedTuple):
-    """The tile sizes and launch options of the kernels."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
 # A program holds a block of queries (rows) or a block of keys (columns).
 ROWS, COLUMNS = 0, 1
 # By dtype and by the larger width, at least 64, for rows and columns: fixed, and independent of the lengths.
 HALF_TILINGS = {
-    64: (DivergenceTiling(128, 64, 8, 3), DivergenceTiling(128, 64, 8, 3)),
-    128: (DivergenceTiling(64, 64, 4, 3), DivergenceTiling(128, 64, 8, 3)),
-    256: (DivergenceTiling(64, 64, 8, 2), DivergenceTiling(64, 64, 8, 2)),
+    64: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
+    128: (Tiling(64, 64, 4, 3), Tiling(128, 64, 8, 3)),
+    256: (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
 }
 FLOAT32_TILINGS = {
-    64: (DivergenceTiling(32, 32, 4, 2), DivergenceTiling(32, 32, 4, 2)),
-    128: (DivergenceTiling(32, 32, 4, 1), DivergenceTiling(32, 32, 4, 1)),
-    256: (DivergenceTiling(16, 16, 4, 1), DivergenceTiling(16, 16, 4, 1)),
+    64: (Tiling(32, 32, 4, 2), Tiling(32, 32, 4, 2)),
+    128: (Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1)),
+    256: (Tiling(16, 16, 4, 1), Tiling(16, 16, 4, 1)),
 }
-INTERPRETER_TILING = DivergenceTiling(16, 16, 4, 1)
 # The programs of a sequence, enough for any GPU, and the fewest tiles of one: an indexer of 8,192 tokens has 64 blocks
 # of queries, which are shared by 16 programs each.
 PROGRAMS = 1024
@@ -144,7 +134,7 @@ def compute_divergence(
 
 def as_side(call: Call) -> Side:
     assert isinstance(call.score, Dot)
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q.detach(), call.k.detach()))
+    q, k = map(with_contiguous_rows, (call.q.detach(), call.k.detach()))
     return Side(q, k, call.score.factor(q.shape[-1]), call.score.softcap)
 
 
@@ -216,8 +206,9 @@ def kernel_tensors(
     """The tensors of all kernels by name; lse stands for missing ones, which no kernel reads."""
     sides = {"q": teacher.q, "k": teacher.k, "lse": lse}
     sides |= {"student_q": student.q, "student_k": student.k, "student_lse": student_lse}
-    given = {"key_ranges": masks.key_ranges, "query_ids": masks.query_ids, "key_ids": masks.key_ids}
-    return sides | {name: lse if x is None else x.contiguous() for name, x in given.items()}
+    given = make_contiguous(masks.key_ranges, masks.query_ids, masks.key_ids)
+    names = "key_ranges", "query_ids", "key_ids"
+    return sides | {name: lse if x is None else x for name, x in zip(names, given, strict=True)}
 
 
 def plan_key(name: str, teacher: Side, student: Side, masks: KernelMasks, *flags: bool) -> Any:
@@ -265,8 +256,8 @@ def plan_keys(teacher: Side, student: Side, masks: KernelMasks, averaged: bool) 
     return LaunchPlan({}, student.q.device, [build(key_gradients, grid, scalars, tiling)])
 
 
-def build(kernel: Any, grid: tuple[int, ...], scalars: dict[str, Any], tiling: DivergenceTiling) -> KernelLaunch:
-    return build_kernel_launch(kernel, grid, scalars, num_warps=tiling.warps, num_stages=tiling.stages)
+def build(kernel: Any, grid: tuple[int, ...], scalars: dict[str, Any], tiling: Tiling) -> KernelLaunch:
+    return build_kernel_launch(kernel, grid, scalars, **tiling.options())
 
 
 def count_parts(teacher: Side, student: Side, axis: int) -> tuple[int, int]:
@@ -283,35 +274,27 @@ def count_parts(teacher: Side, student: Side, axis: int) -> tuple[int, int]:
     return -(-loop // each), each
 
 
-def choose_tiling(teacher: Side, student: Side, axis: int) -> DivergenceTiling:
+def choose_tiling(teacher: Side, student: Side, axis: int) -> Tiling:
     if student.q.device.type == "cpu":
-        return INTERPRETER_TILING
+        return INTERPRETER_TILES
     width = max(next_power_of_two(side.q.shape[-1], 64) for side in (teacher, student))
     return (HALF_TILINGS if student.q.dtype in HALF_DTYPES else FLOAT32_TILINGS)[width][axis]
 
 
-def kernel_scalars(
-    teacher: Side, student: Side, masks: KernelMasks, averaged: bool, tiling: DivergenceTiling
-) -> dict[str, Any]:
+def kernel_scalars(teacher: Side, student: Side, masks: KernelMasks, averaged: bool, tiling: Tiling) -> dict[str, Any]:
     """The scalars of all three kernels; each takes those that it names."""
     q, k, student_q, student_k = teacher.q, teacher.k, student.q, student.k
     return {
         "H": q.shape[1], "P": student_q.shape[1], "group": q.shape[1] // k.shape[1],
         "student_group": student_q.shape[1] // student_k.shape[1],
         "Tq": q.shape[2], "Tk": k.shape[2], "D": q.shape[3], "E": student_q.shape[3],
-        "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
-        "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
-        "student_q_batch": student_q.stride(0), "student_q_head": student_q.stride(1),
-        "student_q_query": student_q.stride(2), "student_k_batch": student_k.stride(0),
-        "student_k_head": student_k.stride(1), "student_k_key": student_k.stride(2),
-        "key_ranges_batch": batch_stride(masks.key_ranges), "query_ids_batch": batch_stride(masks.query_ids),
-        "key_ids_batch": batch_stride(masks.key_ids),
+        **stride_arguments("q", q, "query"), **stride_arguments("k", k, "key"),
+        **stride_arguments("student_q", student_q, "query"), **stride_arguments("student_k", student_k, "key"),
+        **mask_arguments(masks.key_ranges, masks.query_ids, masks.key_ids, None), "CAUSAL": masks.causal,
         "scale": teacher.scale, "softcap": float(teacher.softcap or 0.0),
         "student_scale": student.scale, "student_softcap": float(student.softcap or 0.0),
         "MEAN": averaged, "SOFTCAP": teacher.softcap is not None, "STUDENT_SOFTCAP": student.softcap is not None,
-        "CAUSAL": masks.causal, "RANGES": 0 if masks.key_ranges is None else masks.key_ranges.shape[1],
-        "IDS": masks.query_ids is not None,
         "PRECISION": "ieee" if student_q.dtype == torch.float32 else "tf32",
-        "BM": tiling.queries, "BN": tiling.keys,
+        **tiling.sizes(),
         "BD": next_power_of_two(q.shape[3]), "BE": next_power_of_two(student_q.shape[3]),
     }  # fmt: skip

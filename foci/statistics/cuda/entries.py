@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.biases import ALiBi
-from foci.gpu.launcher import batch_stride
+from foci.gpu.arguments import batch_stride, make_contiguous, view_as_bytes, with_contiguous_rows
 from foci.gpu.mask_inputs import build_kernel_masks
 from foci.gpu.self_check import address_failure
 from foci.runtime.tracing import disable_autocast, is_traced
@@ -62,12 +62,9 @@ def compute_rows(
     if isinstance(call.bias, ALiBi):
         assert call.bias.slopes is not None
         slopes = call.bias.slopes if call.head_ids is None else call.bias.slopes[call.head_ids]
-    q, k, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, lse))
-    given = (masks.key_ranges, masks.query_ids, masks.key_ids, slopes)
-    key_ranges, query_ids, key_ids, slopes = (None if x is None else x.contiguous() for x in given)
-    dense = masks.dense
-    if dense is not None:
-        dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
+    q, k, lse = map(with_contiguous_rows, (call.q, call.k, lse))
+    key_ranges, query_ids, key_ids, slopes = make_contiguous(masks.key_ranges, masks.query_ids, masks.key_ids, slopes)
+    dense = view_as_bytes(masks.dense, q, k)
     numbers = (
         call.group, q.shape[2], k.shape[2], q.shape[3], *q.stride()[:3], *k.stride()[:3], *lse.stride()[:2],
         batch_stride(key_ranges), batch_stride(query_ids), batch_stride(key_ids),

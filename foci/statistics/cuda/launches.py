@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from foci.gpu.additive.arguments import (
     exponentials_workspace,
     tile_arguments,
 )
+from foci.gpu.arguments import next_power_of_two
 from foci.gpu.launcher import KeywordLaunch, count_multiprocessors
 from foci.statistics.cuda import hopper
 from foci.statistics.cuda.arguments import COMMON_TENSORS, KernelTensors
@@ -260,10 +260,10 @@ def build_picture_launch(scalars: dict[str, Any], picture: tuple[int, int, str],
     from foci.kernels.statistics.picture import pool_picture as kernel
 
     rows, columns, _ = picture
-    height = 2 ** math.ceil(math.log2(-(-scalars["Tq"] // rows)))
-    width = 2 ** math.ceil(math.log2(-(-scalars["Tk"] // columns)))
+    height = next_power_of_two(-(-scalars["Tq"] // rows), 1)
+    width = next_power_of_two(-(-scalars["Tk"] // columns), 1)
     block = 64 if q.device.type == "cuda" else 16
-    own = {"rows": rows, "columns": columns, "HEIGHT": height, "WIDTH": width}
+    own: dict[str, Any] = {"rows": rows, "columns": columns, "HEIGHT": height, "WIDTH": width}
     own |= {"BQ": block, "BK": block, "PRECISION": statistics_dot_precision(q)}
     # Pairs come first: the second grid dimension is limited to 65,535.
     grid = (q.shape[0] * q.shape[1], -(-rows // (block // min(height, block))))

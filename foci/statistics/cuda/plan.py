@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.gpu.launcher import MAX_CACHED_PLANS, DescriptorArgument, KeywordLaunch, count_multiprocessors, layout_key
+from foci.gpu.arguments import layout_key
+from foci.gpu.launcher import MAX_CACHED_PLANS, DescriptorArgument, KeywordLaunch, count_multiprocessors
 from foci.runtime.tensor_cache import get_or_make
 from foci.runtime.tracing import is_traced
 from foci.statistics.cuda import hopper, launches
