@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,6 @@ from foci.record.layer import Layer
 from foci.record.window_weights import WindowWeights
 from foci.weights.tensors import fingerprint
 from foci.weights.weights import Weights
-
-if TYPE_CHECKING:
-    from foci.capture.recorder import Recorder
 
 # Statistics of the steps of a generation are computed for this many queries at once.
 MAX_PENDING_QUERIES = 256
@@ -115,25 +112,18 @@ class LayerLog:
         """Whether the tensors of the first call were changed before its statistics were computed."""
         return self.first_pending is not None and self.first_pending.is_lost
 
-    @classmethod
-    def from_plain_call(cls, recorder: Recorder, call: PlainCall, pending: PendingCall | None) -> LayerLog:
-        """The log of the first call of a module, a square matrix of self-attention."""
-        recorder.layer_names.fit_to_call(call.name, call.is_cross, "context")
+    def add_plain_call(self, call: PlainCall, pending: PendingCall | None) -> None:
+        """Adds the first call of a module, a square matrix of self-attention."""
         batch, heads, length, _ = call.shape
-        log = cls(
-            call.name or recorder.record.model, recorder.layer_names.of(call.name), tuple(range(heads)),
-            recorder.keep, None, recorder.host_copier, recorder.pending,
-        )  # fmt: skip
-        log.first_call, log.shape, log.queries, log.keys = (length, length), (batch, heads, heads), length, length
-        log.passes, log.query_numbers, log.query_positions = [call.number], [range(length)], [range(length)]
-        if pending is None:
-            if not call.has_changed_values:
-                log._store(**log._new_value_norms(call.v))
-            log.keys_with_norms = length
-            log._add_step(call.to_weights(), call.v)
-        else:
-            log._set_first(pending, call.shape)
-        return log
+        self.first_call, self.shape, self.queries, self.keys = (length, length), (batch, heads, heads), length, length
+        self.passes, self.query_numbers, self.query_positions = [call.number], [range(length)], [range(length)]
+        if pending is not None:
+            self._set_first(pending, call.shape)
+            return
+        if not call.has_changed_values:
+            self._store(**self._new_value_norms(call.v))
+        self.keys_with_norms = length
+        self._add_step(call.to_weights(), call.v)
 
     def is_continued_by(self, weights: Weights, k: Tensor) -> bool:
         """Whether a call continues the last one with these keys; raises if the key cache was changed in between."""

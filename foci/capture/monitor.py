@@ -8,11 +8,9 @@ H heads.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,13 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from foci.capture.alerts import DEFAULT_ALERTS, Alert, AttentionWarning, find_alerts, warn_about
 from foci.capture.compiled_calls import is_compiled, make_observer, observe_compiled_calls
+from foci.capture.head_selection import HeadSelection, parse_selection
 from foci.capture.recorder import Recorder
-from foci.capture.watch import close_block, open_block, parse_selection
+from foci.capture.statistics_writers import write_statistics
+from foci.capture.watch import close_block, open_block
 from foci.record.head_totals import (
     COLUMNS,
     HEAD_STATISTICS,
-    HISTOGRAM_EDGES,
     compute_head_totals,
     compute_sharded_head_totals,
     head_histograms,
@@ -44,41 +44,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from foci.sharding.weights import ShardedWeights
-
-# MuonClip's threshold for the largest logit; NaN and infinite logits always raise an alert.
-DEFAULT_ALERTS = {"largest_logit": 100.0}
-# Statistics of which a small value is the worrying one.
-ALERT_BELOW = ("entropy", "least_entropy")
-
-
-class AttentionWarning(UserWarning):
-    """The warning about an alert of `foci.Monitor`."""
-
-
-@dataclass(frozen=True)
-class Alert:
-    """A statistic beyond its threshold at one step.
-
-    statistic: its name; step; value and head ("L5H3"): the worst one; heads: all of them, with their values.
-    """
-
-    statistic: str
-    step: int
-    value: float
-    head: str
-    threshold: float
-    heads: dict[str, float]
-
-    def __str__(self) -> str:
-        side = "below" if self.statistic in ALERT_BELOW else "above"
-        others = f", {len(self.heads)} heads" if len(self.heads) > 1 else ""
-        value = f"{self.value:.0f}" if abs(self.value) >= 100 else f"{self.value:.3g}"
-        place = f"{self.statistic.replace('_', ' ')} {value} in {self.head} at step {self.step:,}"
-        return (
-            f"{place} (NaN or infinite logits{others})"
-            if math.isnan(self.value)
-            else (f"{place} ({side} {self.threshold:g}{others})")
-        )
 
 
 class Monitor:
@@ -333,7 +298,7 @@ class MonitorRecorder(Recorder):
     """Computes the head totals of each attention call of one monitored step, and keeps nothing else."""
 
     def __init__(self, model: nn.Module, statistics: tuple[str, ...], layers: list[int | str] | None) -> None:
-        super().__init__(model, Record(model=type(model).__name__), layers=layers)
+        super().__init__(model, Record(model=type(model).__name__), selection=HeadSelection(layers))
         self.statistics = statistics
         self.keeps_own_calls = True
         self.totals: dict[str, list[Tensor]] = {}
@@ -354,7 +319,7 @@ class MonitorRecorder(Recorder):
         else:
             totals = compute_sharded_head_totals(weights, self.statistics)
         self.totals.setdefault(layer_name.short, []).append(totals)
-        self.order_by_pass.setdefault(self._pass_number, []).append(layer_name.short)
+        self.order_by_pass.setdefault(self.pass_number, []).append(layer_name.short)
         if not isinstance(weights, Weights):
             self.untraceable = f"the tensors of {layer_name.short} are DTensors"
         elif not has_operators(weights.tensors.call):
@@ -375,10 +340,6 @@ def check_statistics(argument: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in HEAD_STATISTICS if name in given)
 
 
-def warn_about(alert: Alert) -> None:
-    warnings.warn(AttentionWarning(str(alert)), stacklevel=4)
-
-
 def gather_totals(totals: dict[str, Tensor], heads: dict[str, int], group: Any) -> dict[str, Tensor]:
     """Merges the totals over the processes and copies them to the host: one collective, and one copy."""
     if not heads:
@@ -396,84 +357,3 @@ def gather_totals(totals: dict[str, Tensor], heads: dict[str, int], group: Any) 
         packed = merge_head_totals(torch.stack(processes))
     merged = packed.cpu().split(list(heads.values()))
     return dict(zip(heads, merged, strict=True))
-
-
-def find_alerts(entry: StepStatistics, thresholds: Mapping[str, float]) -> list[Alert]:
-    """The alerts of a step, one per statistic, with the worst head."""
-    alerts = []
-    for statistic in dict.fromkeys((*thresholds, "largest_logit")):
-        threshold = thresholds.get(statistic, math.inf)
-        sign = -1.0 if statistic in ALERT_BELOW else 1.0
-        beyond: dict[str, float] = {}
-        for layer, found in entry.layers.items():
-            for head, value in enumerate(found[statistic].tolist() if statistic in found else ()):
-                is_invalid = statistic == "largest_logit" and (math.isnan(value) or value == math.inf)
-                if is_invalid or sign * value > sign * threshold:
-                    beyond[f"{layer}H{head}"] = value
-        if beyond:
-            worst = max(beyond, key=lambda head: math.inf if math.isnan(beyond[head]) else sign * beyond[head])
-            alerts.append(Alert(statistic, entry.step, beyond[worst], worst, threshold, beyond))
-    return alerts
-
-
-def write_statistics(writer: Any, entry: StepStatistics, heads: bool) -> None:
-    """Writes a step to a TensorBoard writer, to an object with `log`, or to a function."""
-    values = flatten_statistics(entry, heads)
-    if hasattr(writer, "add_scalar"):
-        for name, value in values.items():
-            writer.add_scalar(name, value, entry.step)
-        write_histograms(writer, entry)
-    elif hasattr(writer, "log"):
-        writer.log(values, step=entry.step)
-    elif callable(writer):
-        writer(values, entry.step)
-    else:
-        raise TypeError(
-            "writer must be a TensorBoard SummaryWriter, an object with log(values, step=) or a function of"
-            f" (values, step), got {type(writer).__name__}"
-        )
-
-
-def write_histograms(writer: Any, entry: StepStatistics) -> None:
-    """Writes the histograms of each layer to a TensorBoard writer."""
-    for name, (edges, counts) in flatten_histograms(entry).items():
-        add_tensorboard_histogram(writer, name, edges, counts, entry.step)
-
-
-def flatten_statistics(entry: StepStatistics, heads: bool = False) -> dict[str, float]:
-    """The numbers of a step by tag: attention/largest_logit/L5, with `heads` also attention/largest_logit/L5H3."""
-    values = {
-        f"attention/{name}/{layer}": value
-        for layer, found in entry.reduce_heads().items()
-        for name, value in found.items()
-    }
-    for layer, found in entry.layers.items() if heads else ():
-        for name, of_heads in found.items():
-            values |= {f"attention/{name}/{layer}H{head}": value for head, value in enumerate(of_heads.tolist())}
-    return values
-
-
-def flatten_histograms(entry: StepStatistics) -> dict[str, tuple[tuple[float, ...], list[int]]]:
-    """The histograms of each layer, summed over its heads, by tag: the lower edges of the bins and their counts."""
-    return {
-        f"attention/{name}/{layer}": (HISTOGRAM_EDGES[name], counts.sum(0).tolist())
-        for layer, found in entry.histograms.items()
-        for name, counts in found.items()
-        if counts.any()
-    }
-
-
-def add_tensorboard_histogram(writer: Any, tag: str, edges: tuple[float, ...], counts: list[int], step: int) -> None:
-    uppers = [*edges[1:], 2 * edges[-1] - edges[-2]]
-    centers = [(low + high) / 2 for low, high in zip(edges, uppers, strict=True)]
-    writer.add_histogram_raw(
-        tag,
-        min=edges[0],
-        max=uppers[-1],
-        num=sum(counts),
-        sum=sum(count * center for count, center in zip(counts, centers, strict=True)),
-        sum_squares=sum(count * center**2 for count, center in zip(counts, centers, strict=True)),
-        bucket_limits=uppers,
-        bucket_counts=counts,
-        global_step=step,
-    )

@@ -56,7 +56,7 @@ class PlainCall(NamedTuple):
 
     @property
     def has_changed_values(self) -> bool:
-        return fingerprint(self.v) != self.original[2]
+        return bool(fingerprint(self.v) != self.original[2])
 
     def without_tensors(self) -> PlainCall:
         return self._replace(**dict.fromkeys(("q", "k", "v", "lse")))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Records the attention calls that a Recorder intercepts.
 
-`foci.runtime.interception` hands over F.scaled_dot_product_attention and `foci.attention` with their arguments.
-F.multi_head_attention_forward hides its matrix products: a copy of it runs in its place, which reports them.
+`foci.runtime.interception` hands over F.scaled_dot_product_attention and `foci.attention` with their arguments;
+`multi_head_attention` records F.multi_head_attention_forward.
 
 The model gets the output that it would get without recording: from the same kernel if that returns the log-sum-exp
 (then it is identical), else from one of foci's backends (then it is within rounding). With dropout, and where the model
@@ -12,26 +12,26 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 
 from __future__ import annotations
 
-import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from foci.arguments import cast_for_autocast, fold_batch, prepare_call
 from foci.backends import cpu_c, sdpa
 from foci.call import DEFAULT_SCORE, attention
 from foci.capture.generation_steps import CaptureError
+from foci.capture.head_ablation import zero_heads, zero_heads_of_output, zero_heads_of_result
+from foci.capture.module_tracker import MODULE_CALL
+from foci.capture.multi_head_attention import handle_multi_head_attention
 from foci.masks.kinds import causal
-from foci.runtime.interception import intercept, is_intercepting, run_original, without_interception
-from foci.runtime.tracing import is_autocast_enabled, is_inside_torch_func, is_recomputation
+from foci.runtime.interception import is_intercepting, run_original, without_interception
+from foci.runtime.tracing import is_autocast_enabled
 from foci.scores import Dot
 from foci.weights.dense_attention import attention_with_matrix
 from foci.weights.weights import Weights
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 # PyTorch aligns a causal mask with the first key, foci with the last.
 TORCH_CAUSAL = causal.at(0)
-
-# The code of a module's call: on the Python stack it shows which modules are running.
-MODULE_CALL = nn.Module._call_impl.__code__
 
 PositionalArguments = tuple[Any, ...]
 KeywordArguments = dict[str, Any]
@@ -71,36 +68,12 @@ def is_seen_by_others() -> bool:
     return is_intercepting() or torch._C._len_torch_function_stack() > 0
 
 
-def count_and_check(recorder: Recorder, name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Counts an attention call of a module; returns whether to record it."""
-    recorder.fit_layer_name(name, q, k, v)
-    if not is_recomputation():
-        recorder.count_call(name)
-    if not recorder.is_selected(name) or not recorder.keeps_part_of(name, q.shape[-2], k.shape[-2]):
-        return False
-    if is_inside_torch_func():
-        recorder.mark_unseen(name, "it ran inside a torch.func transform, whose tensors cannot be kept")
-        return False
-    return True
-
-
-def zero_heads(out: Tensor, heads: list[int] | None, axis: int, name: str) -> Tensor:
-    """Zeros the output of some heads; None zeros all of them."""
-    if heads is None:
-        return torch.zeros_like(out)
-    if not heads:
-        return out
-    if max(heads) >= out.shape[axis]:
-        raise CaptureError(f"ablate must name heads below {out.shape[axis]} of {name}, got H{max(heads)}")
-    return out.index_fill(axis, torch.tensor(heads, device=out.device), 0.0)
-
-
 def handle_foci_attention(
     recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> Any:
     """`foci.attention`."""
     returns_weights = kwargs.get("return_weights", False)
-    is_recorded, ablated = count_and_check(recorder, name, *args), recorder.heads_to_ablate(name)
+    is_recorded, ablated = recorder.count_and_check(name, *args), recorder.heads_to_ablate(name)
     if not is_recorded:
         return zero_heads_of_result(func(*args, **kwargs), returns_weights, ablated, name)
     query, key, value = args
@@ -117,26 +90,12 @@ def handle_foci_attention(
     return zero_heads_of_result(result, returns_weights, ablated, name)
 
 
-def zero_heads_of_result(result: Any, has_weights: bool, ablated: list[int] | None, name: str) -> Any:
-    """Zeros heads in a result of `foci.attention`: an output, or an output with weights."""
-    if ablated == []:
-        return result
-    out = result[0] if has_weights else result
-    # (T, D) and (B, T, D) have no head axis: their only head is number 0.
-    zeroed = (
-        zero_heads(out, ablated, -3, name)
-        if out.dim() > 3
-        else zero_heads(out.unsqueeze(0), ablated, 0, name).squeeze(0)
-    )
-    return (zeroed, result[1]) if has_weights else zeroed
-
-
 def handle_attention_with_matrix(
     recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> tuple[Tensor, Tensor]:
     """`attention_with_matrix`: its own call runs unchanged, because the caller asked for the whole matrix."""
     out, matrix = func(*args, **kwargs)
-    if count_and_check(recorder, name, *args):
+    if recorder.count_and_check(name, *args):
         with without_interception(), torch.no_grad():
             _, weights = attention(*args, mask=kwargs["mask"], bias=kwargs["bias"], return_weights=True)
         recorder.record_call(name, weights, args[2])
@@ -216,7 +175,7 @@ def handle_sdpa(
     if not all(isinstance(each, Tensor) for each in tensors):
         # PyTorch raises its own error.
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    is_recorded, ablated = count_and_check(recorder, name, *tensors), recorder.heads_to_ablate(name)
+    is_recorded, ablated = recorder.count_and_check(name, *tensors), recorder.heads_to_ablate(name)
     if not is_recorded:
         return zero_heads_of_output(func(*args, **kwargs), ablated, name)
     try:
@@ -260,159 +219,6 @@ def compute_without_dropout(call: SdpaCall) -> tuple[Tensor, Weights]:
     """The weights before dropout; the model's own call computes the output."""
     with without_interception(), torch.no_grad():
         return call.compute()
-
-
-def zero_heads_of_output(out: Tensor, ablated: list[int] | None, name: str) -> Tensor:
-    zeroed: Tensor = zero_heads_of_result(out, False, ablated, name)
-    return zeroed
-
-
-class TorchModule:
-    """The torch module for a copy of F.multi_head_attention_forward: its matrix products report their arguments."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def bmm(self, *args: Tensor) -> Tensor:
-        return run_matrix_product(torch.bmm, args)
-
-    def baddbmm(self, *args: Tensor) -> Tensor:
-        return run_matrix_product(torch.baddbmm, args)
-
-
-def copy_function(function: Any, **names: Any) -> Any:
-    """A copy of a function that finds other objects under some global names."""
-    copy = FunctionType(function.__code__, function.__globals__ | names, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-has_torch_function, handle_torch_function = F.has_torch_function, F.handle_torch_function  # type: ignore[attr-defined]
-multi_head_attention_forward = copy_function(
-    F.multi_head_attention_forward, torch=TorchModule(), has_torch_function=lambda _: False
-)
-MULTI_HEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-PATCH_LOCK = threading.Lock()
-
-
-class MultiHeadPatch:
-    """Intercepts F.multi_head_attention_forward, by whatever name it is called, while there are open blocks.
-
-    The function asks whether a torch function mode is active, and then hands over its call: inside a block the answer
-    is yes, on the threads of the block. PyTorch's inference fast path, which runs outside Python, is off meanwhile, on
-    all threads.
-    """
-
-    def __init__(self) -> None:
-        self.blocks, self.had_fast_path = 0, True
-
-    def update(self, blocks: int) -> None:
-        with PATCH_LOCK:
-            was_open, self.blocks = self.blocks > 0, self.blocks + blocks
-            if was_open == (self.blocks > 0):
-                return
-            if was_open:
-                names: dict[str, Any] = {"has_torch_function": has_torch_function}
-                names["handle_torch_function"] = handle_torch_function
-                torch.backends.mha.set_fastpath_enabled(self.had_fast_path)
-            else:
-                names = {"has_torch_function": must_hand_over, "handle_torch_function": hand_over}
-                self.had_fast_path = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            vars(F).update(names)
-
-
-MULTI_HEAD_PATCH = MultiHeadPatch()
-
-
-@contextmanager
-def intercept_multi_head_attention() -> Iterator[None]:
-    """Calls of F.multi_head_attention_forward reach the interceptors of their thread inside the block."""
-    try:
-        MULTI_HEAD_PATCH.update(blocks=1)
-        yield
-    finally:
-        MULTI_HEAD_PATCH.update(blocks=-1)
-
-
-def must_hand_over(tensors: tuple[Any, ...]) -> bool:
-    """Replaces `has_torch_function`, which only F.multi_head_attention_forward calls."""
-    return has_torch_function(tensors) or is_intercepting() or RUNNING.products is not None
-
-
-def hand_over(function: Any, tensors: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-    """Replaces `handle_torch_function`; torch function modes come first.
-
-    Without the matrix, F.multi_head_attention_forward calls F.scaled_dot_product_attention, which is intercepted.
-    """
-    if function is not F.multi_head_attention_forward or has_torch_function(tensors):
-        return handle_torch_function(function, tensors, *args, **kwargs)
-    if kwargs["need_weights"] and is_intercepting():
-        return intercept(function, args, kwargs)
-    return multi_head_attention_forward(*args, **kwargs)
-
-
-@dataclass
-class MultiHeadProducts:
-    """The arguments of the two matrix products of F.multi_head_attention_forward, where it builds the whole matrix."""
-
-    heads: int
-    callers: tuple[tuple[Recorder, str], ...]  # each recorder, and its name of the module that makes the call
-    queries: Tensor | None = None  # (B H, Tq, D), scaled
-    keys: Tensor | None = None  # (B H, Tk, D)
-    bias: Tensor | None = None  # (Tq, Tk), or (B H or 1, Tq, Tk)
-
-
-class RunningProducts(threading.local):
-    """The products of the F.multi_head_attention_forward that is running on this thread."""
-
-    products: MultiHeadProducts | None = None
-
-
-RUNNING = RunningProducts()
-
-
-def handle_multi_head_attention(
-    recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
-) -> Any:
-    """F.multi_head_attention_forward with the matrix: its products are recorded when they are computed."""
-    outer = RUNNING.products
-    callers = () if outer is None else outer.callers
-    heads = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs).arguments["num_heads"]
-    RUNNING.products = MultiHeadProducts(heads, (*callers, (recorder, name)))
-    try:
-        return func(*args, **kwargs)
-    finally:
-        RUNNING.products = outer
-
-
-def run_matrix_product(function: Any, args: tuple[Tensor, ...]) -> Tensor:
-    """torch.bmm and torch.baddbmm inside F.multi_head_attention_forward: first Q Kᵀ, then W V."""
-    products = RUNNING.products
-    if products is not None and products.queries is not None:
-        return record_multi_head_attention(function(*args), args[1], products)
-    if products is not None:
-        *bias, products.queries, keys = args
-        products.keys, products.bias = keys.mT, bias[0] if bias else None
-    product: Tensor = function(*args)
-    return product
-
-
-def record_multi_head_attention(out: Tensor, values: Tensor, products: MultiHeadProducts) -> Tensor:
-    """Records the call once its second product, W V of all heads (B H, Tq, D), is computed."""
-    split = (-1, products.heads)
-    assert products.queries is not None and products.keys is not None
-    for recorder, name in products.callers:
-        if count_and_check(recorder, name, products.queries, products.keys, values):
-            q, k, v = (t.unflatten(0, split) for t in (products.queries, products.keys, values))
-            bias = products.bias
-            if bias is not None and bias.dim() == 3:
-                bias = bias.unflatten(0, split) if bias.shape[0] > 1 else bias.unsqueeze(0)
-            with without_interception():
-                _, weights = attention(q, k, v, score=Dot(scale=1.0), bias=bias, return_weights=True)
-            recorder.record_call(name, weights, v)
-        out = zero_heads(out.unflatten(0, split), recorder.heads_to_ablate(name), 1, name).flatten(0, 1)
-    return out
 
 
 def handle_softmax(

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from foci.capture import huggingface
 from foci.capture.diffusion import Denoising, find_pipeline_denoisers, is_denoiser
+from foci.capture.head_selection import HeadSelection, parse_ablate, parse_selection
 from foci.capture.hooks import hook_module
-from foci.capture.recorder import HEAD_NAME, Recorder
-from foci.capture.torch_functions import intercept_multi_head_attention
+from foci.capture.multi_head_attention import intercept_multi_head_attention
+from foci.capture.record_filling import fill_record
+from foci.capture.recorder import Recorder
 from foci.record.kept import Keep
 from foci.record.labels import Labels
 from foci.record.record import Record
@@ -91,11 +93,11 @@ def watch(
         model,
         record,
         keep=parse_keep(keep),
-        layers=parse_selection("layers", layers),
-        heads=parse_selection("heads", heads),
-        rows=parse_queries(queries),
+        selection=HeadSelection(
+            parse_selection("layers", layers), parse_selection("heads", heads), parse_ablate(ablate)
+        ),
+        rows=parse_queries(queries, keep),
         limit=limit,
-        ablate=parse_ablate(ablate),
         tokenizer=getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer,
         processor=processor,
         denoising=denoising,
@@ -115,7 +117,7 @@ def watch(
     finally:
         # Ctrl+C may come before the first call delays it.
         close_block(block, recorder)
-    recorder.fill_record()
+    fill_record(recorder)
 
 
 def find_denoising(model: Any, steps: bool | None) -> tuple[Any, Denoising | None]:
@@ -138,19 +140,6 @@ def check_model_and_limit(model: Any, limit: Any) -> None:
         raise ValueError(f"limit must be a number of bytes, an int such as 2**33, got {limit!r}")
 
 
-def parse_selection(name: str, selection: Any) -> list[int | str] | None:
-    """Layers or heads as a list; None selects all of them."""
-    if selection is None:
-        return None
-    if isinstance(selection, int | str) and not isinstance(selection, bool):
-        return [selection]
-    try:
-        return list(selection)
-    except TypeError:
-        example = "L5H3" if name == "heads" else "L5"
-        raise TypeError(f"{name} must be numbers or names such as {example!r}, got {selection!r}") from None
-
-
 def parse_keep(keep: Any) -> Keep | None:
     if isinstance(keep, Keep):
         return keep
@@ -159,8 +148,10 @@ def parse_keep(keep: Any) -> Keep | None:
     return None
 
 
-def parse_queries(queries: Any) -> Any:
+def parse_queries(queries: Any, keep: Any) -> Any:
     """The query numbers to keep of each call, as a slice or a list; None keeps all."""
+    if isinstance(keep, Keep) and keep.keeps_text and queries != "all":
+        raise ValueError(f"queries must be 'all' with {keep}, which keeps the weights on text, got {queries!r}")
     if isinstance(queries, str):
         if queries not in {"all", "last"}:
             raise ValueError(f"queries must be 'all', 'last' or query numbers, got {queries!r}")
@@ -171,14 +162,6 @@ def parse_queries(queries: Any) -> Any:
     if not rows or not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
         raise ValueError(f"queries must be 'all', 'last' or query numbers, got {queries!r}")
     return rows
-
-
-def parse_ablate(ablate: Any) -> list[str]:
-    names = [ablate] if isinstance(ablate, str) else list(ablate)
-    for name in names:
-        if not isinstance(name, str) or HEAD_NAME.fullmatch(name) is None:
-            raise ValueError(f"ablate must be names such as 'L5H3', 'cross.L0H2' or 'L5', got {name!r}")
-    return names
 
 
 def open_block(block: ExitStack, model: nn.Module, recorder: Recorder) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from foci.capture.monitor import flatten_statistics, write_histograms
+from foci.capture.statistics_writers import flatten_statistics, write_histograms
 from foci.record.history import StepStatistics, format_line
 from foci.runtime.durable_files import write_text_atomically
 from foci.runtime.printable import make_printable

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import foci
-from foci.capture.monitor import Alert, AttentionWarning
+from foci.capture.alerts import Alert, AttentionWarning
 from foci.record.head_totals import HEAD_STATISTICS, compute_head_totals, head_statistics
 from foci.record.history import History, StepStatistics
 from foci.runtime.interception import KEY, is_key_included

@@ -154,6 +154,14 @@ def test_some_queries(queries: Any, rows: list[int], keep: Any) -> None:
     torch.testing.assert_close(layer.distance(), distance, atol=1e-5, rtol=1e-5)
 
 
+def test_queries_with_the_weights_on_text_are_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="queries must be 'all' with Keep"),
+        foci.watch(Stack(), keep=foci.Keep(keys="text"), queries="last"),
+    ):
+        pass
+
+
 def test_kept_statistics_equal_those_of_the_matrix_and_free_queries_and_keys() -> None:
     held: list[weakref.ref[Tensor]] = []
 
