@@ -7,7 +7,7 @@ that report passes and token ids. When the block ends, the Recorder fills the Re
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ def watch(
     ablate: Iterable[str] = (),
     tokenizer: Any = None,
     processor: Any = None,
-    labels: dict[str, Labels] | None = None,
+    labels: Labels | Mapping[str, Labels] | None = None,
     steps: bool | None = None,
 ) -> Iterator[Record]:
     """Records the attention of a model while it runs; the record is filled when the block ends.
@@ -80,7 +80,8 @@ def watch(
         tokenizer: decodes the token ids for the labels: an object with `decode`, or a function from ids to text.
         processor: the processor of a vision-language or vision model, whose tokenizer decodes the token ids and whose
             scaling of images is undone for the pictures of the record.
-        labels: finished labels by name, such as {"input": Labels.tokens(...)}.
+        labels: finished labels of the sequence that the model reads, or of several by their names, such as
+            {"input": Labels.tokens(...)}.
         steps: whether the passes of the model are the denoising steps of one record; None: if it is one of diffusers.
     """
     if torch.compiler.is_compiling():
@@ -102,7 +103,7 @@ def watch(
         processor=processor,
         denoising=denoising,
     )
-    for name, finished in (labels or {}).items():
+    for name, finished in name_labels(labels).items():
         recorder.set_labels(name, finished)
         if denoising is not None and name == "prompt":
             denoising.set_prompt(finished)
@@ -118,6 +119,16 @@ def watch(
         # Ctrl+C may come before the first call delays it.
         close_block(block, recorder)
     fill_record(recorder)
+
+
+def name_labels(labels: Any) -> dict[str, Labels]:
+    """Labels by the names of their sequences; on their own they are those of "input"."""
+    named = {"input": labels} if isinstance(labels, Labels) else {} if labels is None else labels
+    if not isinstance(named, Mapping) or not all(isinstance(each, Labels) for each in named.values()):
+        raise TypeError(
+            f"labels must be foci.Labels, or a dict of them by the name of the sequence, got {labels!r:.80}"
+        )
+    return dict(named)
 
 
 def find_denoising(model: Any, steps: bool | None) -> tuple[Any, Denoising | None]:

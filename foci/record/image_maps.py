@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foci.record import metrics
+from foci.record.from_tensors import explain_misfit
 from foci.record.labels import Labels, Segment
 from foci.record.patch_layout import Box, check_box, enlarge, lay_out, measure_coverage, resize_to_finest
 from foci.record.words import find_word, list_words
@@ -217,6 +218,9 @@ def select_layers(record: Record, layer: Any, batch: int, axis: int = 1) -> list
     else:
         with_images = [each for each in record.layers.values() if has_image(record, each, batch)]
     if not with_images:
+        misfits = [explain_misfit(each, record.labels) for each in record.layers.values()]
+        if any(labels.grid or labels.segments for labels in record.labels.values()) and any(misfits):
+            raise ValueError(next(filter(None, misfits)))
         raise ValueError(
             "the record must have image patches among its keys, got none: watch a model that reads images, or give the"
             " grid with seen.label(foci.Labels.patches(rows, columns, extra=1), name=...)"

@@ -323,3 +323,19 @@ def test_timm_swin_with_fused_attention() -> None:
     # Without fused attention, timm computes its own softmax.
     plain = timm.create_model("swin_tiny_patch4_window7_224", **sizes).eval()
     assert all("own softmax" in line for line in record(plain, torch.rand(1, 3, 64, 64)).unseen)
+
+
+def test_labels_of_an_unknown_model_are_given_by_hand() -> None:
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.rand(1, 8, 8)
+    segment = foci.Segment("patches", start=2, rows=2, columns=2)
+    mixed = foci.Labels.tokens([["What", " is", *["<i>"] * 4, " it", "?"]]).with_segments([segment])
+    for labels in (mixed, {"input": mixed}):
+        with foci.watch(model, labels=labels) as seen, torch.no_grad():
+            _, weights = model(x, x, x)
+        torch.testing.assert_close(seen.image_map("it"), weights[0, 6, 2:6].view(2, 2))
+    with foci.watch(model, labels=foci.Labels.patches(5, 5)) as seen, torch.no_grad():
+        model(x, x, x)
+    with pytest.raises(ValueError, match=r"'input' must have 8 positions, as .* has, got 5 x 5 patches"):
+        seen.image_map("0,0")
+    with pytest.raises(TypeError, match=r"labels must be foci.Labels, or a dict of them .*, got \['a'\]"):
+        foci.watch(model, labels=["a"]).__enter__()  # type: ignore[arg-type]
