@@ -74,6 +74,8 @@ def run_view(options: argparse.Namespace) -> int:
         raise ValueError(f"file must be a .foci file or an attention.jsonl, got {options.file}, which {problem}")
     if options.file.suffix.lower() == ".jsonl":
         return view_history(options)
+    if options.file.suffix.lower() != ".foci":
+        raise ValueError(f"file must be a .foci file or an attention.jsonl, got {options.file}")
     record = Record.load(options.file)
     if options.out is not None:
         record.save(options.out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +61,9 @@ def run(options: argparse.Namespace) -> int:
 
     limit_transformers_logging()
     check_out_path(options.out)
-    record = look(check_utf8(" ".join(options.text)), options.model, device=options.device, report=print_look_status)
+    text = check_utf8(" ".join(options.text))
+    refuse_directory(text)
+    record = look(text, options.model, device=options.device, report=print_look_status)
     head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
     head = choose_head_to_show(record, options, head)
     if options.out is None:
@@ -75,6 +78,14 @@ def run(options: argparse.Namespace) -> int:
     )
     print_look_status(f"written: {options.out}")
     return 0
+
+
+def refuse_directory(text: str) -> None:
+    """Refuse the path of a directory; a word without a dot or a slash is a text, also if a directory has that name."""
+    from foci.capture.model_loading import path_exists
+
+    if {".", os.sep} & {*text} and path_exists(Path(text)) and Path(text).is_dir():
+        raise ValueError(f"text must be a text, or the path of a text, image or sound file, got the directory {text}")
 
 
 def choose_head_to_show(record: Record, options: argparse.Namespace, head: str | int | None) -> str | int | None:

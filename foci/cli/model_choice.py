@@ -30,10 +30,10 @@ def apply_changes(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any
     table: dict[str, Any] = {}
     for change in changes:
         apply_change(table, change)
-    if table.keys() - {"task"}:
-        raise ValueError(
-            f"--set must change [task] settings of a trained model, got {', '.join(table.keys() - {'task'})}"
-        )
+    others = sorted(table.keys() - {"task"})
+    if others:
+        hint = f": did you mean task.{others[0]}?" if hasattr(task.settings, others[0]) else ""
+        raise ValueError(f"--set must change [task] settings of a trained model, got {', '.join(others)}{hint}")
     if not table:
         return task
     settings = read_section(table, "task", "the changes")
@@ -65,6 +65,12 @@ def resolve_model_path(path: Path) -> Path:
     is_name = not path.exists() and str(path) in models.list_pretrained()
     if not path.exists() and not is_name and str(path) in models.TRAINING_DATA:
         raise ValueError(models.describe_missing_model(str(path)))
+    if not path.exists() and not is_name:
+        names = models.list_pretrained()
+        raise ValueError(
+            f"model must be a run directory, a model file or a pretrained model ({', '.join(names)}), got {path}:"
+            f" no such path{suggest_name(str(path), names, '; ')}"
+        )
     return models.MODELS_DIRECTORY / path if is_name else path
 
 

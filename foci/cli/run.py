@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
     task, model = load_with_changes(path, options.changes, options.device)
     is_task = options.task in TASKS
     if is_task and task.name != options.task:
-        raise ValueError(f"--model must be a model for {options.task}, got {path}, a model for {task.name}")
+        named = options.model or path
+        raise ValueError(f"--model must be a model for {options.task}, got {named}, a model for {task.name}")
     if is_task and options.model is None and path.parent != models.MODELS_DIRECTORY:
         # A run takes precedence over the pretrained model, which is easily overlooked.
         is_shipped = task.name in models.list_pretrained()
@@ -83,6 +84,8 @@ def run(options: argparse.Namespace) -> int:
     if as_record and len(options.inputs) != 1:
         raise ValueError(f"--out {options.out} needs exactly one input, got {len(options.inputs)}")
     refuse_files(options.inputs, task.name)
+    if is_interactive(options):
+        print_status("run", "reading lines from the terminal: one input each, Ctrl+D to end")
     runner = InputRunner(task, model)
     streams = type(task).stream is not Task.stream
     one_by_one = options.show or as_record or streams or is_interactive(options)
@@ -183,12 +186,15 @@ def check_input_file(text: str, task: str) -> str:
 
 
 def refuse_files(inputs: Sequence[str], task: str) -> None:
-    """Refuse the path of a file in place of a text, which the model would read as a text."""
+    """Refuse the name of a file in place of a text, which the model would read as a text."""
+    from foci.capture.look import INPUT_FILE_NAME
     from foci.capture.model_loading import TASK_INPUTS, names_file
 
-    files = [text for text in inputs if task not in TASK_INPUTS and names_file(text)]
-    if files:
-        raise ValueError(f"inputs of {task} must be texts, got the file {files[0]}: --file reads the lines of a file")
+    for text in inputs if task not in TASK_INPUTS else ():
+        if names_file(text):
+            raise ValueError(f"inputs of {task} must be texts, got the file {text}: --file reads the lines of a file")
+        if INPUT_FILE_NAME.fullmatch(text):
+            raise ValueError(f"inputs of {task} must be texts, got {text}: no such file")
 
 
 def is_interactive(options: argparse.Namespace) -> bool:

@@ -57,6 +57,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the files; refuse to overwrite any."""
     writers = sample_writers()
+    if options.directory.exists() and not options.directory.is_dir():
+        raise ValueError(f"directory must be a directory, got the file {options.directory}")
     for name in writers:
         if (options.directory / name).exists():
             raise ValueError(f"directory must not hold {name} yet, got {options.directory}: choose another directory")

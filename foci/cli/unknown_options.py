@@ -10,6 +10,9 @@ from foci.runtime.spelling import suggest_name
 
 # Names that other training tools give to settings.
 SETTING_ALIASES = {"lr": "rate", "learning_rate": "rate", "batch_size": "batch_tokens", "weight_decay": "decay"}
+# Options with which other translators choose languages.
+LANGUAGE_OPTIONS = ("from", "to", "source", "target", "src", "tgt", "lang", "language")
+LANGUAGE_HINT = ": a translator has the languages of its training pairs; the pretrained one is English to German"
 
 
 def explain_unknown_option(words: Sequence[str], unknown: str, options: Collection[str], task: str | None) -> str:
@@ -24,6 +27,8 @@ def explain_unknown_option(words: Sequence[str], unknown: str, options: Collecti
     name = option.lstrip("-").replace("-", "_")
     keys = list_setting_keys(task, with_training="--settings" in options) if "--set" in options else {}
     name = SETTING_ALIASES.get(name, name)
+    if name in LANGUAGE_OPTIONS and "--model" in options:
+        return LANGUAGE_HINT
     if name not in keys and (hint := suggest_name(option, options)):
         return hint
     similar = get_close_matches(name, keys, 1)

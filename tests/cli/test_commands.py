@@ -68,20 +68,24 @@ def test_inputs_may_follow_options_and_empty_lines_give_empty_answers(
 def test_each_line_typed_in_a_terminal_is_answered_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = []
+    message, status = [], []
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
         def __next__(self) -> str:  # type: ignore[override]
-            message.append(capsys.readouterr().out.count("\n"))
+            printed = capsys.readouterr()
+            message.append(printed.out.count("\n"))
+            status.append(printed.err)
             return super().__next__()
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.stdin", Terminal("ab cd\nef\n"))
     assert main.main(["run", "translation"]) == 0
     assert message == [0, 1, 1]
+    assert "one input each, Ctrl+D to end" in status[0]
+    assert status[1:] == ["", ""]
 
 
 def test_closed_streams_end_without_a_traceback(
@@ -347,7 +351,13 @@ def test_a_path_takes_the_place_of_the_task(
         (["view", "runs"], "file must be a .foci file or an attention.jsonl, got runs, which is a directory"),
         (["evaluate", "runs/translation/model.safetensors"], "--data must name the evaluation data, because"),
         (["evaluate", "runs/translation", "--answers", "runs"], "--answers must be a file, got the directory runs"),
-        (["evaluate", "none", "--data", "pairs.tsv"], "none must be a model file"),
+        (["evaluate", "none", "--data", "pairs.tsv"], "model must be a run directory, a model file or a pretrained"),
+        (["run", "translation", "a", "--model", "speach"], "got speach: no such path; did you mean speech?"),
+        (["run", "translation", "a", "--model", "speech"], "must be a model for translation, got speech, a model for"),
+        (["run", "translation", "letter.txt"], "inputs of translation must be texts, got letter.txt: no such file"),
+        (["run", "translation", "a", "--set", "beam=3"], "of a trained model, got beam: did you mean task.beam?"),
+        (["look", "runs/translation"], "text must be a text, or the path of a text, image or sound file, got the dir"),
+        (["view", "pairs.tsv"], "file must be a .foci file or an attention.jsonl, got pairs.tsv"),
         (["evaluate", "vision"], "--data is required to evaluate vision: pretrained models come without data"),
         (["run", "vision", "runs"], "inputs of vision must be files, got the directory runs: name the files in it"),
         (["run", "speech", "runs"], "inputs of speech must be files, got the directory runs: name the files in it"),

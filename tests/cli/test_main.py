@@ -121,6 +121,7 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
         ("train generation --new-tokens", "unrecognized arguments: --new-tokens: use --set task.new_tokens=..."),
         ("run runs/translation hi --beem 3", "foci run: unrecognized arguments: --beem: use --set task.beam=3"),
         ("data check vision --date x", "foci data check: unrecognized arguments: --date: did you mean --data?"),
+        ("run translation hi --from de", "--from: a translator has the languages of its training pairs"),
         ("look hi --wrod hi", "foci look: unrecognized arguments: --wrod: did you mean --word?"),
         ("explore --nothing-like-it", "foci explore: unrecognized arguments: --nothing-like-it"),
         ("doctor now", "foci doctor: unrecognized arguments: now"),

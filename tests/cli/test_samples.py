@@ -40,6 +40,11 @@ def test_existing_files_are_not_overwritten(folder: Path, capsys: pytest.Capture
     assert (folder / "pairs.tsv").read_text() == "mine\n"
 
 
+def test_a_file_in_place_of_the_directory_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["samples", str(folder / "pairs.tsv")]) == 2
+    assert "directory must be a directory, got the file" in capsys.readouterr().err
+
+
 def test_test_pairs_are_not_training_pairs(folder: Path) -> None:
     train, test = ((folder / name).read_text().splitlines()[1:] for name in ("pairs.tsv", "test.tsv"))
     assert not {*train} & {*test}
