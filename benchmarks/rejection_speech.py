@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import foci
 from foci.inputs.audio import normalize_loudness
+from foci.inputs.padding import group_by_size, pad_sequences
 from foci.nn.speech import SpeechEncoder
 from foci.tasks.rejection import Rejection
 from foci.tasks.speech import Recording, Speech
@@ -42,6 +43,7 @@ LOST = 0.01  # the share of the digits of the dev set that is declined, as they 
 DECAY = 2.0
 COPIES = 2  # how often each recording is changed
 MADE, TESTED = 250, 200  # sounds of each kind
+BATCH_FRAMES = 6000
 SCALE = (0, 2, 4, 5, 7, 9, 11, 12, 14)  # the notes of a melody, in semitones
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LETTERS = "abcdefghijklmnpqrstuvwxyz"  # "o" is a digit
@@ -270,12 +272,16 @@ def interpolate(points: Tensor, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def compute_summaries(task: Speech, model: SpeechEncoder, frames: Iterable[Tensor]) -> Tensor:
+def compute_summaries(task: Speech, model: SpeechEncoder, recordings: Sequence[Tensor]) -> Tensor:
     """What the network reads of the frames of each recording: (N, D)."""
-    rows = []
-    for each in frames:
-        scaled = each[: task.max_size] / task.std
-        rows.append(summarize_recording(scaled, model(scaled[None]).states[0]))
+    frames = [each[: task.max_size] / task.std for each in recordings]
+    rows = [torch.empty(0)] * len(frames)
+    for group in group_by_size([len(each) for each in frames], BATCH_FRAMES):
+        batch, lengths = pad_sequences([frames[index] for index in group], multiple=1)
+        out = model(batch, padding=lengths)
+        assert out.lengths is not None
+        for states, length, index in zip(out.states, out.lengths.tolist(), group, strict=True):
+            rows[index] = summarize_recording(frames[index], states[:length])
     return torch.stack(rows)
 
 
@@ -304,6 +310,20 @@ def make_tests(folder: Path, digits: Sequence[Tensor]) -> dict[str, list[Tensor]
         tests["espeak-ng, words"] = speak(WORDS, VOICES)
         tests["espeak-ng, sentences"] = speak(SENTENCES, VOICES)
     return tests
+
+
+@torch.no_grad()
+def print_accents(task: Speech, model: SpeechEncoder, sounds: Sequence[Tensor], declined: Tensor) -> None:
+    """How many digits of each accent the model answers right, declined or not."""
+    frames = [compute_features(each, task.settings)[: task.max_size] / task.std for each in sounds]
+    count = len(sounds) // len(ALL_VOICES)
+    words = DIGITS * (count // len(DIGITS))
+    for number, voice in enumerate(ALL_VOICES):
+        own = slice(number * count, (number + 1) * count)
+        answers = [task.tokenizer.decode(each) for each in task.transcribe(model, frames[own])]
+        wrong = [f"{word}: {answer}" for word, answer in zip(words, answers, strict=True) if answer != word]
+        right = f"{count - len(wrong)} of {count} right, {int(declined[own].sum())} declined"
+        print(f"  {voice}: {right}; {wrong}", flush=True)
 
 
 def load_split(folder: Path, split: str) -> list[Tensor]:
@@ -337,8 +357,10 @@ def main() -> None:
     if options.store:
         store("speech", task)
     for name, sounds in make_tests(options.data, digits).items():
-        declined = task.rejection.declines(summarize(sounds)).float().mean()
-        print(f"{name}: {100 * float(declined):.1f}% of {len(sounds)} declined", flush=True)
+        declined = task.rejection.declines(summarize(sounds))
+        print(f"{name}: {100 * float(declined.float().mean()):.1f}% of {len(sounds)} declined", flush=True)
+        if name == "espeak-ng, digits":
+            print_accents(task, model, sounds, declined)
 
 
 if __name__ == "__main__":
