@@ -155,15 +155,18 @@ class Comparison:
         return layer.queries != layer.keys and bool(queries.grids(self.batch)) and not keys.grids(self.batch)
 
     def find_most_changed(self, head: str) -> Aligned:
-        """The query of both texts whose weights changed most, of a text with images a word; the key if images read it.
+        """The query of both texts whose weights changed most; the key if images attend to text.
 
-        Of a long text 512 queries are compared.
+        Of a text with images, the word whose weights on them changed most. Of a long text 512 queries are compared.
         """
         queries, keys = self.align(head)
         numbers = self._list_common(head, 0)
         numbers = numbers[:: max(1, -(-len(numbers) // MAX_COMPARED_ROWS))]
         first, second = self.rows(head, numbers)
         change = (second - first).abs().nan_to_num()
+        patches = {*self.first.labels_of(self.pair(head)[0].first)[1].split_kinds(self.batch).get("image", ())}
+        on_images = change[:, [n for n, (i, _) in enumerate(keys) if i in patches]]
+        change = on_images if on_images.any() else change
         if not self.is_read_by_image(head):
             return queries[numbers[int(change.sum(1).argmax())]]
         words = self._list_common(head, 1)

@@ -169,6 +169,11 @@ def test_a_word_at_other_places_in_both_texts_is_found() -> None:
 
 def test_the_page_begins_with_what_changed_most_and_has_both_pictures() -> None:
     before, after = records.mirrored_images()
+    for record, key in ((before, 0), (after, 7)):
+        for layer in record.layers.values():
+            assert layer.matrix is not None
+            # The last token changes most, but does not attend to the image.
+            layer.matrix[..., -1, :] = torch.eye(layer.shape[-1])[key]
     header, _ = read_payload(render_comparison_page(foci.compare(before, after)))
     texts = before.labels["input"].texts[0]
     assert texts[header["initial"]["query"]] in {" sh", "oe"}
