@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from foci.tasks.task import Problem
 
 EXAMPLES = """\
-examples:
-  foci data check translation --data pairs.tsv
+examples (`foci samples samples` writes the files in samples/):
+  foci data check translation --data samples/pairs.tsv
   foci data check translation --data train.en train.de --all
   foci data check vision --data pictures/
 """

@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from foci.tasks.task import Task
 
 EXAMPLES = """\
-examples:
-  foci evaluate runs/translation --data test.tsv
-  foci evaluate runs/translation --data test.en test.de --set task.beam=8
-  foci evaluate runs/translation --data test.tsv --answers answers.txt --json
+examples (`foci samples samples` writes the files in samples/):
+  foci evaluate runs/translation --data samples/test.tsv
+  foci evaluate runs/translation --data samples/test.tsv --answers answers.txt --json
   foci evaluate runs/translation
-  foci evaluate speech --data test.tsv
+  foci evaluate translation --data test.en test.de --set task.beam=8
 """
 
 

@@ -11,7 +11,7 @@ from foci.cli.output import check_out_path, print_lines
 EXPLORE_EXAMPLES = """\
 examples:
   foci explore
-  foci explore --model ./minilm
+  foci explore --model FOLDER
   foci explore --no-browser --port 8000
 """
 VIEW_EXAMPLES = """\

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from foci.view.selection import HeadSelection
 
 EXAMPLES = """\
-examples:
+examples (`foci samples samples` writes the files in samples/):
   foci look "Jane is hungry, and she's really craving pasta from Italy."
   foci look "Jane is hungry." --word hungry
   foci look "Where is the train station?" --head cross.L1 --word Bahnhof
   foci look "ROMEO:" --model generation --out page.html
-  foci look "Jane is hungry." --model ./minilm --head L0H1
-  foci look shoe.png
+  foci look samples/shirt.png
+  foci look "Jane is hungry." --model FOLDER --head L0H1
 """
 
 

@@ -20,7 +20,7 @@ EXAMPLES = """\
 examples:
   foci explain "Jane is hungry, and she's really craving pasta from Italy."
   foci explain "Jane is hungry." --word hungry
-  foci look "Jane is hungry." --model ./minilm
+  foci look "Jane is hungry." --out page.html
   foci explore
   foci samples samples
   foci train translation --data samples/pairs.tsv

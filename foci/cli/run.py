@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from foci.tasks.task import Task
 
 EXAMPLES = """\
-examples:
+examples (`foci samples samples` writes the files in samples/):
   foci run translation "Where is the train station?" --show
   foci run translation "A man sleeps." --out page.html
-  foci run translation --file sentences.txt > answers.txt
-  foci run speech seven.wav --show
-  foci run vision shoe.png coat.png
-  foci run runs/translation "A man sleeps."
   foci run generation "ROMEO:" --set task.temperature=0.5
+  foci run speech samples/seven.wav --show
+  foci run vision samples/shirt.png
+  foci run runs/translation "sixty one"
+  foci run translation --file FILE --out answers.txt
 """
 # The suffix of --out for answers; the others are those of records.
 ANSWERS_SUFFIX = ".txt"

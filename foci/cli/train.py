@@ -11,12 +11,12 @@ from typing import Any
 from foci.cli.output import TASK_NAMES, print_lines
 
 EXAMPLES = """\
-examples:
-  foci train translation --data pairs.tsv --size small
-  foci train translation --data train.en train.de --dev val.en val.de --set task.model=rnn
-  foci train generation --data book.txt --set task.context=128 --set train.rate=0.002
+examples (`foci samples samples` writes the files in samples/):
+  foci train translation --data samples/pairs.tsv
   foci train translation --resume
   foci train translation --settings
+  foci train translation --data train.en train.de --dev val.en val.de --size small --set task.model=rnn
+  foci train generation --data book.txt --set task.context=128 --set train.rate=0.002
   torchrun --nproc-per-node 8 -m foci train translation --data pairs.tsv
 """
 
