@@ -26,6 +26,7 @@ CELL = re.compile(r"^```\{code-cell\} python\n(?::tags:[^\n]*\n)?(.*?)^```", re.
 PAGES = sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*/*.md") if "{code-cell}" in path.read_text()
 )
+SECTION_PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*/*.md"))
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 WITH_CODE = [name for name in DOCUMENTS if BLOCK.search((ROOT / name).read_text())]
 PUBLIC_MODULES = {"foci", "foci.nn", "foci.hf", "foci.decoding", "foci.bertviz", "foci.losses", "foci.sharding"}
@@ -169,7 +170,7 @@ def test_the_readme_is_one_screen() -> None:
     assert len(lines) <= 45
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *SECTION_PAGES])
 def test_links_exist_and_images_are_small(document: str) -> None:
     folder = (ROOT / document).parent
     targets = re.findall(r"\]\(([^)]+)\)", (ROOT / document).read_text())
@@ -177,3 +178,13 @@ def test_links_exist_and_images_are_small(document: str) -> None:
     assert [path for path in paths if not path.exists()] == []
     images = [path for path in paths if path.suffix == ".png"]
     assert {path.name: path.stat().st_size for path in images if path.stat().st_size > MAX_IMAGE_BYTES} == {}
+
+
+@pytest.mark.parametrize("section", ["learn", "howto", "coming_from", "reference"])
+def test_an_index_links_to_every_page_of_its_section(section: str) -> None:
+    text = (ROOT / "docs" / section / "index.md").read_text()
+    tree = re.search(r"^```\{toctree\}\n(?::.*\n)*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    pages = sorted(path.stem for path in (ROOT / "docs" / section).glob("*.md") if path.stem != "index")
+    assert tree is not None
+    assert sorted(tree[1].split()) == pages
+    assert sorted(re.findall(r"\]\((\w+)\.md\)", text)) == pages
