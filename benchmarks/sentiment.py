@@ -1,11 +1,15 @@
 """Finish and score models for reviews: add logistic regression, calibrate, and compare with TF-IDF.
 
-    python benchmarks/sentiment.py trained/reviews-1 trained/reviews-2 ... --data DATA --out trained/finished
+    python benchmarks/sentiment.py --data DATA/plain/reviews --write-train
+    python benchmarks/sentiment.py trained/reviews-1 trained/reviews-2 ... --data DATA/plain/reviews --out finished
 
-The folders are seeds of the config sentiment-reviews, trained by benchmarks/train.py. A logistic regression over the
-tokens, fitted on the train set alone, is added to the linear term that each token has in the model: fitted before the
-training it would leave the encoder nothing to learn. Its weight and the temperature of the softmax are chosen on dev.
-The baseline, TF-IDF and logistic regression, has its regularization and n-grams chosen on dev, too.
+The first command joins the reviews and the sentences of training/sentiment/written.tsv, which were written for the
+model, to the train set of the config sentiment-reviews. The folders are seeds of that config, trained by
+benchmarks/train.py. A logistic regression over tokens and pairs of tokens, fitted on the train set alone, is added to
+the linear term of each: fitted before the training it would leave the encoder nothing to learn. Its weight and the
+temperature of the softmax are chosen on dev, which has every tenth written sentence, too. The baseline, TF-IDF and
+logistic regression, has its regularization and n-grams chosen on the dev part of the reviews; it is fitted on the
+reviews, and on the reviews with the written sentences.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +31,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from foci.inputs.padding import pad_sequences
 from foci.inputs.text import PAD
-from foci.nn.classifier import TextClassifier
+from foci.nn.classifier import TextClassifier, hash_ngrams
 from foci.tasks.model_file import load_trained_model, save_trained_model
-from foci.tasks.sentiment import LabelledText, Sentiment
+from foci.tasks.sentiment import LabelledText, Sentiment, SentimentSettings
 
 POSITIVE = "positive"
 PARTS = ("dev", "test.labelled_sentences", "test.polarity")
 STRENGTHS, NGRAMS = (1.0, 2.0, 4.0, 8.0, 16.0), (1, 2)
-# Of the regression that is added: inverse regularization, and what its features are divided by.
+# Of the regression that is the linear term: inverse regularization, and what its features are divided by.
 STRENGTH, FEATURE_SCALE = 1.0, 18.0
+PAIRS = 2**19  # logits of pairs of tokens
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+REPEAT = 2  # how often the train set has each written sentence
 WORD = re.compile(r"\b\w\w+\b")
 BINS = 10
+FOLDER = Path(__file__).resolve().parent / "training" / "sentiment"
+# Sentences as users write them, which no training and no choice has seen.
+USERS = FOLDER / "users-test.tsv"
 
 
 class Features:
@@ -59,7 +67,7 @@ class Features:
 def fit_logistic_regression(features: Features, targets: Tensor, width: int, strength: float) -> tuple[Tensor, Tensor]:
     """Weights and bias, as scikit-learn defines the regularization: C is `strength`, the bias is free."""
     weights, bias = torch.zeros(width, requires_grad=True), torch.zeros((), requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights, bias], max_iter=100, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS([weights, bias], max_iter=100, history_size=10, line_search_fn="strong_wolfe")
 
     def compute_loss() -> Tensor:
         optimizer.zero_grad()
@@ -94,6 +102,19 @@ class TfIdf:
         return Features(rows)
 
 
+def read_written() -> tuple[list[LabelledText], list[LabelledText]]:
+    """The sentences that were written for the model: for training, and every tenth for dev."""
+    written = Sentiment.read([FOLDER / "written.tsv"], SentimentSettings())
+    return [each for number, each in enumerate(written) if number % 10], written[::10]
+
+
+def write_train(data: Path) -> None:
+    """Write the train set with the written sentences."""
+    examples = Sentiment.read([data / "train.tsv"], SentimentSettings()) + read_written()[0] * REPEAT
+    lines = ["text\tlabel", *(f"{each.text}\t{each.label}" for each in examples)]
+    (data / "train-written.tsv").write_text("\n".join(lines) + "\n")
+
+
 def labels_of(examples: Sequence[LabelledText]) -> Tensor:
     return torch.tensor([float(each.label == POSITIVE) for each in examples])
 
@@ -117,16 +138,26 @@ def score_baseline(train: Sequence[LabelledText], sets: dict[str, list[LabelledT
     return best[1]
 
 
-def fit_token_table(task: Sentiment, train: Sequence[LabelledText]) -> Tensor:
-    """The logit of each token of the model's own vocabulary by logistic regression: (vocabulary,)."""
-    rows = [Counter(task.tokens(each)) for each in train]
-    seen = torch.zeros(task.tokenizer.vocabulary)
-    for row in rows:
-        seen[torch.tensor(sorted(row))] += 1
-    rarity = (((1 + len(rows)) / (1 + seen)).log() + 1) / FEATURE_SCALE
-    features = Features([{token: n * float(rarity[token]) for token, n in row.items()} for row in rows])
-    weights, _ = fit_logistic_regression(features, labels_of(train), len(rarity), STRENGTH)
-    return weights * rarity
+def count_columns(task: Sentiment, pairs: int, examples: Sequence[LabelledText]) -> list[dict[int, float]]:
+    """The columns of the linear term that a text adds up: its tokens, and its pairs of tokens after those."""
+    rows = []
+    for each in examples:
+        tokens = torch.tensor([task.tokens(each)])
+        hashed = hash_ngrams(tokens, 2, pairs) + task.tokenizer.vocabulary
+        rows.append({column: float(n) for column, n in Counter(torch.cat([tokens, hashed], 1)[0].tolist()).items()})
+    return rows
+
+
+def fit_linear_term(rows: Sequence[dict[int, float]], targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The logit of each column by logistic regression, (width,), and the bias."""
+    seen = Counter(column for row in rows for column in row)
+    counts = torch.zeros(width)
+    counts[torch.tensor(list(seen))] = torch.tensor([float(n) for n in seen.values()])
+    rarity = (((1 + len(rows)) / (1 + counts)).log() + 1) / FEATURE_SCALE
+    scale = rarity.tolist()
+    features = Features([{column: n * scale[column] for column, n in row.items()} for row in rows])
+    weights, bias = fit_logistic_regression(features, targets, width, STRENGTH)
+    return weights * rarity, bias
 
 
 @torch.no_grad()
@@ -140,13 +171,22 @@ def compute_logits(task: Sentiment, model: TextClassifier, examples: Sequence[La
     return torch.cat(parts)
 
 
-def add_table(task: Sentiment, model: TextClassifier, table: Tensor) -> None:
-    """Add logits of tokens to the model's own."""
+def add_linear_term(task: Sentiment, model: TextClassifier, weights: Tensor, bias: Tensor) -> TextClassifier:
+    """The model with logits of tokens, and of pairs after them, and a bias added to its own."""
     assert model.evidence is not None
+    vocabulary, pairs = len(model.evidence.table), len(weights) - len(model.evidence.table)
+    larger = TextClassifier(model.config.replace(evidence_pairs=pairs))  # type: ignore[arg-type]
+    larger.load_state_dict(model.state_dict(), strict=False)
+    assert larger.evidence is not None
+    assert larger.evidence.pairs is not None
     sign = torch.tensor([1.0 if label == POSITIVE else -1.0 for label in task.labels])
+    # Half of it for either class: the difference is the logit.
+    rows = weights[:, None] * sign / 2 / model.evidence.scale
     with torch.no_grad():
-        # Half of it for either class: the difference is the table.
-        model.evidence.table += table[:, None] * sign / 2 / model.evidence.scale
+        larger.evidence.table += rows[:vocabulary]
+        larger.evidence.pairs += rows[vocabulary:].mT
+        larger.head.bias += bias * sign / 2
+    return larger.eval()
 
 
 def divide_logits(model: TextClassifier, temperature: float) -> None:
@@ -179,18 +219,21 @@ def show_scores(scores: dict[str, float]) -> str:
 
 
 def finish(folder: Path, data: Path, out: Path | None) -> dict[str, float]:
-    """Add the regression, calibrate, score; write the finished model."""
-    task, model, about = load_trained_model(folder)
+    """Add a linear term, calibrate, score; write the finished model."""
+    task, trained, about = load_trained_model(folder)
     assert isinstance(task, Sentiment)
-    assert isinstance(model, TextClassifier)
+    assert isinstance(trained, TextClassifier)
     sets = {name: task.read([data / f"{name}.tsv"], task.settings) for name in PARTS}
-    table = fit_token_table(task, task.read([data / "train.tsv"], task.settings))
-    plain = {name: measure_accuracy(compute_logits(task, model, sets[name]), sets[name]) for name in sets}
-    own = compute_logits(task, model, sets["dev"])
-    add_table(task, model, table)
-    change = compute_logits(task, model, sets["dev"]) - own
+    sets["dev"] += read_written()[1]
+    sets["users"] = task.read([USERS], task.settings)
+    train = task.read([data / "train.tsv"], task.settings) + read_written()[0]
+    width = PAIRS + task.tokenizer.vocabulary
+    weights, bias = fit_linear_term(count_columns(task, PAIRS, train), labels_of(train), width)
+    plain = {name: measure_accuracy(compute_logits(task, trained, sets[name]), sets[name]) for name in sets}
+    own = compute_logits(task, trained, sets["dev"])
+    change = Features(count_columns(task, PAIRS, sets["dev"])) @ weights + bias
     mix = max(MIXES, key=lambda each: (measure_accuracy(own + each * change, sets["dev"]), -each))
-    add_table(task, model, (mix - 1.0) * table)
+    model = add_linear_term(task, trained, mix * weights, mix * bias)
     temperature = choose_temperature(own + mix * change, sets["dev"])
     divide_logits(model, temperature)
     logits = {name: compute_logits(task, model, sets[name]) for name in sets}
@@ -214,15 +257,22 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder that benchmarks/datasets.py reviews wrote")
     parser.add_argument("--out", type=Path, help="write the finished models to this folder")
     parser.add_argument("--baseline", action="store_true", help="score TF-IDF and logistic regression, too")
+    parser.add_argument("--write-train", action="store_true", help="write the train set with the written sentences")
     options = parser.parse_args()
+    if options.write_train:
+        write_train(options.data)
     if options.baseline:
-        read: Callable[[str], Any] = lambda name: Sentiment.read([options.data / f"{name}.tsv"], None)  # type: ignore[arg-type]  # noqa: E731
+        read: Callable[[str], list[LabelledText]] = lambda name: Sentiment.read(  # noqa: E731
+            [options.data / f"{name}.tsv"], SentimentSettings()
+        )
         # Each sentence once: the repetition of the smaller file makes the baseline worse on the larger one.
         train = list(dict.fromkeys(read("train")))
-        print(f"baseline, chosen on dev: {show_scores(score_baseline(train, {name: read(name) for name in PARTS}))}")
+        sets = {name: read(name) for name in PARTS} | {"users": Sentiment.read([USERS], SentimentSettings())}
+        for name, examples in (("reviews", train), ("reviews and written", train + read_written()[0])):
+            print(f"baseline on {name}, chosen on dev: {show_scores(score_baseline(examples, sets))}")
     scores = [finish(folder, options.data, options.out) for folder in options.folders]
     if scores:
-        medians = {name: statistics.median(each[name] for each in scores) for name in PARTS}
+        medians = {name: statistics.median(each[name] for each in scores) for name in scores[0]}
         print(f"median of {len(scores)}: {show_scores(medians)}")
 
 

@@ -50,6 +50,7 @@ class ClassifierConfig(BlockConfig):
     pool: Literal["class", "mean", "both"] = "class"  # the state used for classification: a class token's, or the mean
     head_dropout: float = 0.0  # dropout rate of that state
     evidence: bool = False  # whether each token adds class logits of its own, summed over the text
+    evidence_pairs: int = 0  # the number of such logits for pairs of tokens, chosen by a hash; 0: none
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +58,7 @@ class ClassifierConfig(BlockConfig):
         self.check_range(1, POSITIONS_LIMIT - 1, "max_length")
         self.check_range(1, 1 + len(NGRAM_HASH_FACTORS), "grams")
         self.check_range(0, LAYERS_LIMIT, "layers")
+        self.check_range(0, VOCABULARY_LIMIT, "evidence_pairs")
         self.check_fractions("head_dropout", include_one=False)
 
     def encoder(self) -> TransformerConfig:
@@ -91,7 +93,7 @@ class TextClassifier(Model):
         self.extra = nn.Parameter(torch.zeros(config.width))
         self.encoder = Encoder(config.encoder())
         self.head = nn.Linear(config.width, config.classes)
-        self.evidence = Evidence(config.vocabulary, config.classes) if config.evidence else None
+        self.evidence = Evidence(config.vocabulary, config.classes, config.evidence_pairs) if config.evidence else None
         nn.init.normal_(self.tokens.weight, std=0.1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -140,16 +142,23 @@ class TextClassifier(Model):
 
 
 class Evidence(nn.Module):
-    """Class logits per token, summed over the text; the table starts at zero and may be set, such as by naive Bayes."""
+    """Class logits per token, and per pair of tokens if `pairs` is above 0, summed over the text.
 
-    def __init__(self, vocabulary: int, classes: int) -> None:
+    The tables start at zero and may be set, such as by naive Bayes.
+    """
+
+    def __init__(self, vocabulary: int, classes: int, pairs: int = 0) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros(vocabulary, classes))
+        # Classes first: where each row of a matrix is stored with its own scale, these are few.
+        self.pairs = nn.Parameter(torch.zeros(classes, pairs)) if pairs else None
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
         """Tokens (B, T) -> logits (B, C)."""
         logits = self.table[tokens]  # (B, T, C)
+        if self.pairs is not None:
+            logits = logits + self.pairs.mT[hash_ngrams(tokens, 2, self.pairs.shape[1])]
         if lengths is not None:
             real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
             logits = torch.where(real[..., None], logits, 0.0)

@@ -111,7 +111,7 @@ def test_sentiment_tells_good_from_bad() -> None:
     answers = [answer.split()[0] for answer in model([*POSITIVE_TEXTS, *NEGATIVE_TEXTS])]
     right = [*["positive"] * len(POSITIVE_TEXTS), *["negative"] * len(NEGATIVE_TEXTS)]
     assert answers[:5] == right[:5]
-    assert sum(answer == each for answer, each in zip(answers, right, strict=True)) >= 14
+    assert sum(answer == each for answer, each in zip(answers, right, strict=True)) >= 15
     record = model.show("I loved it")
     assert [text.strip() for text in record.labels["input"].texts[0][1:]] == ["i", "loved", "it"]
     assert record.answer == model("I loved it")

@@ -85,6 +85,17 @@ def test_evidence_is_summed_over_real_tokens() -> None:
     assert_same((after - before)[1], said)
 
 
+def test_evidence_of_pairs_is_that_of_their_hashes() -> None:
+    model = small(evidence=True, evidence_pairs=64)
+    assert model.evidence is not None
+    assert model.evidence.pairs is not None
+    before = model(tokens(), padding=torch.tensor([7, 4, 7])).logits
+    torch.nn.init.normal_(model.evidence.pairs)
+    after = model(tokens(), padding=torch.tensor([7, 4, 7])).logits
+    said = model.evidence.pairs[:, hash_ngrams(tokens()[1:2, :4], 2, 64)[0]].sum(1)
+    assert_same((after - before)[1], said)
+
+
 def test_removed_fields_are_refused() -> None:
     with pytest.raises(ValueError, match=r"fields of ClassifierConfig must be among width, .*, got clues"):
         ClassifierConfig.from_dict({"width": 16, "clues": 6})
