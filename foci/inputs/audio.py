@@ -231,6 +231,24 @@ def add_deltas(frames: Tensor) -> Tensor:
     return torch.cat([frames, first, compute_deltas(first)], dim=-1)
 
 
+def smooth_bands(frames: Tensor, count: int) -> Tensor:
+    """Keeps the first `count` cosines of each frame's bands, as cepstra do: formants stay, harmonics go; (F, M).
+
+    >>> smooth_bands(torch.randn(20, 48), 12).shape
+    torch.Size([20, 48])
+    """
+    cosines = cosine_basis(frames.shape[1], count).to(frames)
+    return frames @ cosines @ cosines.mT
+
+
+@lru_cache(maxsize=16)
+def cosine_basis(bands: int, count: int) -> Tensor:
+    """Builds the first cosines of the DCT-II, each of length 1: (bands, count)."""
+    places = (torch.arange(bands, dtype=torch.float64) + 0.5) / bands
+    waves = torch.cos(math.pi * places[:, None] * torch.arange(min(count, bands)))
+    return (waves / waves.norm(dim=0)).float()
+
+
 def compute_deltas(frames: Tensor) -> Tensor:
     padded = torch.cat([frames[:1].expand(2, -1), frames, frames[-1:].expand(2, -1)])
     one, two = padded[3:-1] - padded[1:-3], padded[4:] - padded[:-4]

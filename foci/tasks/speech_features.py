@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foci.inputs import audio_augmentation
-from foci.inputs.audio import add_deltas, log_mel, normalize_loudness, read_audio
+from foci.inputs.audio import add_deltas, log_mel, normalize_loudness, read_audio, smooth_bands
 from foci.inputs.files import describe_path
 from foci.inputs.text import TokenizerKind
 from foci.nn.config import HALVINGS_LIMIT, LAYERS_LIMIT, WIDTH_LIMIT
@@ -49,6 +49,8 @@ class SpeechSettings(TaskSettings):
     vocabulary: int = 500  # maximum vocabulary size, for bpe and words
     rate: int = 16_000  # sample rate that recordings are converted to
     bands: int = 80  # mel bands per frame
+    lowest: float = 20.0  # lowest frequency of the bands in Hz
+    cosines: int = 0  # smooth the bands of a frame to so many cosines, which hides the pitch of the voice; 0: do not
     hop: float = 0.010  # seconds from one frame to the next
     colour: bool = False  # keep the mean spectrum of a recording, which carries much of a single short word
     deltas: bool = False  # append first and second derivatives over time
@@ -77,6 +79,8 @@ class SpeechSettings(TaskSettings):
         self.check_range(0, HALVINGS_LIMIT, "halvings")
         self.check_range(1, WIDTH_LIMIT, "reach", "bands")
         self.check_range(1000, 1_000_000, "rate")
+        self.check_range(0, 500, "lowest")
+        self.check_range(0, WIDTH_LIMIT, "cosines")
         self.check_range(0.001, 10, "hop")
         self.check_range(1, LENGTH_LIMIT, "max_tokens")
         self.check_range(0, LENGTH_LIMIT, "min_tokens", "time_masks", "longest_mask", "band_masks", "widest_mask")
@@ -132,11 +136,15 @@ def find_sound_parts(samples: Tensor, rate: int) -> list[slice]:
 
 def compute_features(recording: Tensor, settings: SpeechSettings) -> Tensor:
     """Computes zero-mean frames (F, M) from samples (N,) or frames; per band, unless `colour` keeps the spectrum."""
-    frames = recording
-    if recording.dim() == 1:
-        frames = log_mel(recording, settings.rate, bands=settings.bands, hop=settings.hop)
+    frames = recording if recording.dim() == 2 else compute_log_mel(recording, settings)
+    if settings.cosines:
+        frames = smooth_bands(frames, settings.cosines)
     frames = frames - (frames.mean() if settings.colour else frames.mean(0))
     return add_deltas(frames) if settings.deltas else frames
+
+
+def compute_log_mel(samples: Tensor, settings: SpeechSettings) -> Tensor:
+    return log_mel(samples, settings.rate, bands=settings.bands, hop=settings.hop, lowest=settings.lowest)
 
 
 def summarize_recording(frames: Tensor, states: Tensor) -> Tensor:
@@ -157,7 +165,7 @@ def augment_features(recording: Tensor, settings: SpeechSettings, generator: tor
     frames = recording
     if recording.dim() == 1:
         samples = augment_samples(recording, settings, generator)
-        frames = log_mel(samples, settings.rate, bands=settings.bands, hop=settings.hop)
+        frames = compute_log_mel(samples, settings)
     if settings.stretch:
         frames = audio_augmentation.stretch_time(frames, settings.stretch, generator)
     if settings.voice:

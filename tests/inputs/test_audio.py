@@ -228,6 +228,15 @@ def test_deltas_are_slopes() -> None:
     assert torch.allclose(found[5:15, 2], torch.full((10,), 2.0))
 
 
+def test_smooth_bands_are_a_few_cosines() -> None:
+    places = (torch.arange(24) + 0.5) / 24
+    slow, fast = (torch.cos(math.pi * count * places).expand(3, 24) for count in (4, 9))
+    assert torch.allclose(audio.smooth_bands(2.0 + slow + fast, 6), 2.0 + slow, atol=1e-5)
+    frames = torch.randn(3, 24)
+    assert torch.allclose(audio.smooth_bands(frames, 24), frames, atol=1e-5)
+    assert torch.allclose(audio.smooth_bands(frames, 100), frames, atol=1e-5)
+
+
 def test_loudness_is_normalized() -> None:
     sound = tone(300, 8000)
     assert torch.allclose(audio.normalize_loudness(0.01 * sound), audio.normalize_loudness(sound), atol=1e-6)

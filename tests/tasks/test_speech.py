@@ -13,7 +13,13 @@ from torch import Tensor
 
 from foci.nn.speech import SpeechEncoder
 from foci.tasks.speech import Recording, Speech, error_rates
-from foci.tasks.speech_features import SpeechSettings, compute_features, join_recordings, load_recording
+from foci.tasks.speech_features import (
+    SpeechSettings,
+    compute_features,
+    compute_log_mel,
+    join_recordings,
+    load_recording,
+)
 from tests.inputs.test_audio import write_wav
 from tests.tasks.lessons import Lesson, lesson
 
@@ -116,6 +122,32 @@ def test_a_recording_can_keep_its_mean_spectrum(tmp_path: Path) -> None:
         settings = SpeechSettings(rate=RATE, bands=16, colour=colour)
         apart = (compute_features(low, settings) - compute_features(high, settings))[5:-5].square().mean().sqrt()
         assert (float(apart) > 1.0) == colour
+
+
+def test_smooth_bands_hide_the_pitch() -> None:
+    """Two voices that differ only in the distance of their harmonics."""
+    times = torch.arange(4000) / 8000
+    low, high = (
+        torch.stack([torch.sin(2 * math.pi * each * times) for each in range(pitch, 3900, pitch)]).sum(0)
+        for pitch in (200, 228)
+    )
+    apart = []
+    for cosines in (0, 8):
+        settings = SpeechSettings(rate=8000, bands=48, colour=True, cosines=cosines)
+        first, second = (compute_features(each, settings)[10:-10] for each in (low, high))
+        assert first.shape[1] == 48
+        apart.append(float((first - second).square().mean() / first.var()))
+    assert apart[1] < apart[0] / 3
+
+
+def test_bands_begin_at_the_lowest_frequency() -> None:
+    """Below it, a tone is as silent as nothing."""
+    hum = torch.sin(2 * math.pi * 50.0 * torch.arange(4000) / RATE)
+    loudest = [
+        float(compute_log_mel(hum, SpeechSettings(rate=RATE, bands=16, lowest=lowest))[5:-5].max())
+        for lowest in (20.0, 300.0)
+    ]
+    assert loudest[0] > loudest[1] + 8.0
 
 
 def test_recordings_are_joined() -> None:
