@@ -246,7 +246,8 @@ def cosine_basis(bands: int, count: int) -> Tensor:
     """Builds the first cosines of the DCT-II, each of length 1: (bands, count)."""
     places = (torch.arange(bands, dtype=torch.float64) + 0.5) / bands
     waves = torch.cos(math.pi * places[:, None] * torch.arange(min(count, bands)))
-    return (waves / waves.norm(dim=0)).float()
+    basis: Tensor = waves / waves.norm(dim=0)
+    return basis.float()
 
 
 def compute_deltas(frames: Tensor) -> Tensor:
