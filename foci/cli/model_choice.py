@@ -25,7 +25,7 @@ def load_with_changes(path: Path, changes: Sequence[str], device: str = "auto") 
 
 def apply_changes(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any]:
     """The task with changed settings, such as task.beam=8."""
-    from foci.training.config import apply_change, check_keys, read_section
+    from foci.training.config import apply_change, check_keys, fields_with_values, read_section
 
     table: dict[str, Any] = {}
     for change in changes:
@@ -38,7 +38,8 @@ def apply_changes(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any
         return task
     settings = read_section(table, "task", "the changes")
     check_keys(type(task.settings), settings, "task", task.name)
-    return type(task).from_learned_state(task.settings.replace(**settings), task.learned_state())
+    changed = type(task.settings).from_dict(fields_with_values(task.settings) | settings)
+    return type(task).from_learned_state(changed, task.learned_state())
 
 
 def find_task_model(name: str, path: Path | None) -> Path:

@@ -52,7 +52,8 @@ def test_inputs_may_follow_options_and_empty_lines_give_empty_answers(
     monkeypatch.chdir(folder)
     assert main.main(["run", "translation", "ab cd", "ef"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert main.main(["run", "translation", "ab cd", "--set", "task.beam=1", "ef"]) == 0
+    options = ["--set", "task.beam=1", "--set", "task.alignment=[0]"]
+    assert main.main(["run", "translation", "ab cd", *options, "ef"]) == 0
     assert capsys.readouterr().out.splitlines() == [first, second]
     assert main.main(["run", "translation", "--model", "runs/translation", "ef"]) == 0
     assert capsys.readouterr().out.splitlines() == [second]
