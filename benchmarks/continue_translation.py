@@ -65,7 +65,8 @@ def main() -> None:
         training.log({"round": training.round, "dev_loss": training.evaluate(dev)})
         training.save()
     settings = {name: getattr(options, name) for name in ("seed", "rate", "dropout", "encoder_layers")}
-    training.finish(about | {"continued": settings | {"pairs": training.pairs_seen, "torch": torch.__version__}})
+    run = settings | {"pairs": training.pairs_seen, "torch": torch.__version__}
+    training.finish(about | {"continued": [*about.get("continued", []), run]})
 
 
 def parse_arguments() -> argparse.Namespace:
