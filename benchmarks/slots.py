@@ -105,7 +105,7 @@ class Slots:
         invented = {
             "name": self.invented,
             "surname": self.invented,
-            "city": self.invented,
+            "city": self.invented / 2,
             "country": self.invented / 3,
         }
         if rng.random() < invented.get(kind, 0.0):

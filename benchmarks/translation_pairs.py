@@ -25,7 +25,7 @@ from foci.tasks.parallel_text import Pair, read_pairs
 
 FOLDER = Path(__file__).parent / "training" / "pairs"
 # Pairs of each kind in a round; the sentences of our own are all in every round.
-TATOEBA, SLOTS, TEMPLATES = 60_000, 14_000, 24_000
+TATOEBA, SLOTS, TEMPLATES = 40_000, 24_000, 10_000
 # The share of the pairs of Tatoeba that are changed, where they can be; of all pairs, of those that lose their end mark
 # and of those that are joined.
 SWAPPED, UNMARKED, JOINED = 0.6, 0.03, 0.04
