@@ -6,8 +6,10 @@
 The first command joins the reviews and the sentences of training/sentiment/written.tsv, which were written for the
 model, to the train set of the config sentiment-reviews. The folders are seeds of that config, trained by
 benchmarks/train.py. A logistic regression over tokens and pairs of tokens, fitted on the train set alone, is added to
-the linear term of each: fitted before the training it would leave the encoder nothing to learn. Its weight and the
-temperature of the softmax are chosen on dev, which has every tenth written sentence, too. The baseline, TF-IDF and
+the linear term of each: fitted before the training it would leave the encoder nothing to learn. Then the logits of
+pairs that begin with a negation are corrected by another one, on sentences from training/sentiment/templates.tsv. The
+weight of the linear term and the temperature of the softmax are chosen on dev, which has every tenth written sentence,
+too. The baseline, TF-IDF and
 logistic regression, has its regularization and n-grams chosen on the dev part of the reviews; it is fitted on the
 reviews, and on the reviews with the written sentences.
 """
@@ -15,6 +17,7 @@ reviews, and on the reviews with the written sentences.
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import shutil
 import statistics
@@ -28,6 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from noun_phrases import read_rows
+from translation_pairs import is_near, words
 
 from foci.inputs.padding import pad_sequences
 from foci.inputs.text import PAD
@@ -43,11 +49,14 @@ STRENGTH, FEATURE_SCALE = 1.0, 18.0
 PAIRS = 2**19  # logits of pairs of tokens
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
 REPEAT = 2  # how often the train set has each written sentence
+# Of the regression for negations: sentences from the templates, and inverse regularization.
+DRAWN, NEGATION_STRENGTH = 5000, 3.0
+NEGATIONS = {"not", "never", "nothing", "no", "cannot", "'t"}
 WORD = re.compile(r"\b\w\w+\b")
 BINS = 10
 FOLDER = Path(__file__).resolve().parent / "training" / "sentiment"
-# Sentences as users write them, which no training and no choice has seen.
-USERS = FOLDER / "users-test.tsv"
+# Sentences as users write them, and short ones, many with a negation; no training has seen what resembles them.
+TESTS = (FOLDER / "users-test.tsv", FOLDER / "short-test.tsv")
 
 
 class Features:
@@ -64,14 +73,25 @@ class Features:
         return F.embedding_bag(self.columns, table, self.starts, mode="sum", per_sample_weights=self.values)[:, 0]
 
 
-def fit_logistic_regression(features: Features, targets: Tensor, width: int, strength: float) -> tuple[Tensor, Tensor]:
-    """Weights and bias, as scikit-learn defines the regularization: C is `strength`, the bias is free."""
-    weights, bias = torch.zeros(width, requires_grad=True), torch.zeros((), requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights, bias], max_iter=100, history_size=10, line_search_fn="strong_wolfe")
+def fit_logistic_regression(
+    features: Features, targets: Tensor, width: int, strength: float, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights and bias, as scikit-learn defines the regularization: C is `strength`, the bias is free.
+
+    With `offsets`, these logits are added and the bias stays 0.
+    """
+    weights, bias = torch.zeros(width, requires_grad=True), torch.zeros((), requires_grad=offsets is None)
+    optimizer = torch.optim.LBFGS(
+        [each for each in (weights, bias) if each.requires_grad],
+        max_iter=100,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+    )
 
     def compute_loss() -> Tensor:
         optimizer.zero_grad()
-        fit = F.binary_cross_entropy_with_logits(features @ weights + bias, targets, reduction="sum")
+        logits = features @ weights + (bias if offsets is None else offsets)
+        fit = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
         loss = strength * fit + weights.square().sum() / 2
         loss.backward()
         return loss
@@ -106,6 +126,21 @@ def read_written() -> tuple[list[LabelledText], list[LabelledText]]:
     """The sentences that were written for the model: for training, and every tenth for dev."""
     written = Sentiment.read([FOLDER / "written.tsv"], SentimentSettings())
     return [each for number, each in enumerate(written) if number % 10], written[::10]
+
+
+def draw_sentences(count: int, rng: random.Random) -> list[LabelledText]:
+    """Different sentences from the templates, most with a negation; none resembles a sentence of users."""
+    kinds = {kind: choices.split() for kind, choices in read_rows(FOLDER / "words.txt")}
+    templates = Sentiment.read([FOLDER / "templates.tsv"], SentimentSettings())
+    tests = [set(words(each.text)) for path in TESTS for each in Sentiment.read([path], SentimentSettings())]
+    drawn: dict[LabelledText, None] = {}
+    while len(drawn) < count:
+        template = rng.choice(templates)
+        text = re.sub(r"{(\w+?)2?}", lambda slot: rng.choice(kinds[slot[1]]).replace("_", " "), template.text)
+        text = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
+        if not is_near(text, tests):
+            drawn[LabelledText(text, template.label)] = None
+    return list(drawn)
 
 
 def write_train(data: Path) -> None:
@@ -189,6 +224,25 @@ def add_linear_term(task: Sentiment, model: TextClassifier, weights: Tensor, bia
     return larger.eval()
 
 
+def add_negations(task: Sentiment, model: TextClassifier) -> None:
+    """Correct the logits of pairs that begin with a negation, by a regression on sentences from the templates."""
+    assert model.evidence is not None
+    assert model.evidence.pairs is not None
+    negations = {n for n in range(task.tokenizer.vocabulary) if task.tokenizer.decode([n]).strip() in NEGATIONS}
+    sentences, width = draw_sentences(DRAWN, random.Random(0)), model.evidence.pairs.shape[1]
+    rows = []
+    for each in sentences:
+        tokens = task.tokens(each)
+        hashed = hash_ngrams(torch.tensor([tokens]), 2, width)[0].tolist()
+        pairs = (pair for before, pair in zip(tokens, hashed[1:], strict=False) if before in negations)
+        rows.append({pair: float(n) for pair, n in Counter(pairs).items()})
+    offsets = compute_logits(task, model, sentences)
+    weights, _ = fit_logistic_regression(Features(rows), labels_of(sentences), width, NEGATION_STRENGTH, offsets)
+    sign = torch.tensor([1.0 if label == POSITIVE else -1.0 for label in task.labels])
+    with torch.no_grad():
+        model.evidence.pairs += sign[:, None] * weights / 2 / model.evidence.scale
+
+
 def divide_logits(model: TextClassifier, temperature: float) -> None:
     """Divide the logits by a temperature; they are linear in these parameters."""
     assert model.evidence is not None
@@ -225,7 +279,7 @@ def finish(folder: Path, data: Path, out: Path | None) -> dict[str, float]:
     assert isinstance(trained, TextClassifier)
     sets = {name: task.read([data / f"{name}.tsv"], task.settings) for name in PARTS}
     sets["dev"] += read_written()[1]
-    sets["users"] = task.read([USERS], task.settings)
+    sets |= {path.stem: task.read([path], task.settings) for path in TESTS}
     train = task.read([data / "train.tsv"], task.settings) + read_written()[0]
     width = PAIRS + task.tokenizer.vocabulary
     weights, bias = fit_linear_term(count_columns(task, PAIRS, train), labels_of(train), width)
@@ -234,7 +288,8 @@ def finish(folder: Path, data: Path, out: Path | None) -> dict[str, float]:
     change = Features(count_columns(task, PAIRS, sets["dev"])) @ weights + bias
     mix = max(MIXES, key=lambda each: (measure_accuracy(own + each * change, sets["dev"]), -each))
     model = add_linear_term(task, trained, mix * weights, mix * bias)
-    temperature = choose_temperature(own + mix * change, sets["dev"])
+    add_negations(task, model)
+    temperature = choose_temperature(compute_logits(task, model, sets["dev"]), sets["dev"])
     divide_logits(model, temperature)
     logits = {name: compute_logits(task, model, sets[name]) for name in sets}
     scores = {name: measure_accuracy(logits[name], sets[name]) for name in sets}
@@ -267,7 +322,9 @@ def main() -> None:
         )
         # Each sentence once: the repetition of the smaller file makes the baseline worse on the larger one.
         train = list(dict.fromkeys(read("train")))
-        sets = {name: read(name) for name in PARTS} | {"users": Sentiment.read([USERS], SentimentSettings())}
+        sets = {name: read(name) for name in PARTS} | {
+            path.stem: Sentiment.read([path], SentimentSettings()) for path in TESTS
+        }
         for name, examples in (("reviews", train), ("reviews and written", train + read_written()[0])):
             print(f"baseline on {name}, chosen on dev: {show_scores(score_baseline(examples, sets))}")
     scores = [finish(folder, options.data, options.out) for folder in options.folders]

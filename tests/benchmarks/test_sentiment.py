@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,6 @@ import torch
 
 from foci.nn.classifier import TextClassifier
 from foci.tasks.sentiment import LabelledText, Sentiment, SentimentSettings
-from tests.models.test_pretrained import NEGATIVE_TEXTS, POSITIVE_TEXTS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -36,11 +36,14 @@ def test_written_sentences_are_balanced_and_far_from_the_tests() -> None:
     counts = Counter(each.label for each in written)
     assert counts.keys() == {"negative", "positive"}
     assert min(counts.values()) > 0.45 * len(written)
-    users = [each.text for each in Sentiment.read([sentiment.USERS], SentimentSettings())]
-    assert len(users) == 60
-    tests = [set(words(text)) for text in [*POSITIVE_TEXTS, *NEGATIVE_TEXTS, *users]]
+    tests = [set(words(each.text)) for path in sentiment.TESTS for each in Sentiment.read([path], SentimentSettings())]
+    assert len(tests) == 60 + 20
     assert is_near("Really not bad at all!", tests)
-    assert [each.text for each in written if is_near(each.text, tests)] == []
+    drawn = sentiment.draw_sentences(1000, random.Random(1))
+    assert len(set(drawn)) == 1000
+    assert min(Counter(each.label for each in drawn).values()) > 400
+    assert all("{" not in each.text for each in drawn)
+    assert [each.text for each in written + drawn if is_near(each.text, tests)] == []
 
 
 def test_the_linear_term_of_a_model_is_the_regression() -> None:
@@ -56,3 +59,18 @@ def test_the_linear_term_of_a_model_is_the_regression() -> None:
     torch.testing.assert_close(change, sentiment.Features(rows) @ weights + bias)
     # "not" turns "bad" around, which no sum over words can: this is the pair.
     assert change[0] > change[1]
+
+
+def test_negations_are_corrected() -> None:
+    import sentiment
+
+    train = sentiment.draw_sentences(3000, random.Random(1))
+    task = Sentiment.from_examples(SentimentSettings(size="tiny", grams=1, prior=True), train)
+    model = TextClassifier(task.model().config.replace(evidence_pairs=2**16)).eval()  # type: ignore[attr-defined]
+    texts = [LabelledText(text) for text in ("a boring film", "not boring", "not great", "the dull plot")]
+    before = sentiment.compute_logits(task, model, texts)
+    sentiment.add_negations(task, model)
+    after = sentiment.compute_logits(task, model, texts)
+    assert after[1] > before[1] + 1.0
+    assert after[2] < before[2] - 1.0
+    assert torch.equal(after[[0, 3]], before[[0, 3]])

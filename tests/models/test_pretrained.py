@@ -11,6 +11,7 @@ from foci.models.pretrained import pretrained
 from foci.tasks import TASKS
 from foci.tasks.model_file import save_trained_model
 from foci.tasks.parallel_text import Pair
+from foci.tasks.sentiment import Sentiment, SentimentSettings
 from foci.tasks.translation import Translation, TranslationSettings
 
 
@@ -79,39 +80,14 @@ def test_generation_continues_the_prompt() -> None:
     assert len(set(text.split())) > 10
 
 
-# Many turn on a negation; the model fails at most of those that negate a bad word.
-POSITIVE_TEXTS = [
-    "I loved it",
-    "The food was great and the staff friendly.",
-    "The best pizza in town.",
-    "Works great",
-    "a moving and funny film",
-    "not bad at all",
-    "Not bad at all!",
-    "never disappoints",
-    "I can't recommend it enough.",
-    "This movie is not boring.",
-    "I don't hate it.",
-]
-NEGATIVE_TEXTS = [
-    "The battery died after two days.",
-    "a waste of time",
-    "terrible service",
-    "dull and lifeless",
-    "I did not like it.",
-    "It was not good.",
-    "I would not recommend this phone to anyone.",
-    "There is nothing good about this film.",
-    "It doesn't work.",
-]
-
-
 def test_sentiment_tells_good_from_bad() -> None:
+    """Short sentences, eleven of twenty with a negation."""
     model = pretrained("sentiment")
-    answers = [answer.split()[0] for answer in model([*POSITIVE_TEXTS, *NEGATIVE_TEXTS])]
-    right = [*["positive"] * len(POSITIVE_TEXTS), *["negative"] * len(NEGATIVE_TEXTS)]
-    assert answers[:5] == right[:5]
-    assert sum(answer == each for answer, each in zip(answers, right, strict=True)) >= 15
+    table = Path(__file__).parents[2] / "benchmarks" / "training" / "sentiment" / "short-test.tsv"
+    examples = Sentiment.read([table], SentimentSettings())
+    answers = [answer.split()[0] for answer in model([each.text for each in examples])]
+    assert answers[:5] == ["positive"] * 5
+    assert sum(answer == each.label for answer, each in zip(answers, examples, strict=True)) >= 18
     record = model.show("I loved it")
     assert [text.strip() for text in record.labels["input"].texts[0][1:]] == ["i", "loved", "it"]
     assert record.answer == model("I loved it")
