@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import foci
 from foci.backends import blocked
+from tests.cases import mark_most_slow
 from tests.tensors import qkv, randn
 
 # PyTorch warns about its own code where it traces an autograd function.
@@ -81,7 +82,7 @@ def check_compiled(case: str, weights: bool, backend: str) -> None:
     torch.testing.assert_close(results(compiled, leaves), results(attend, leaves))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mark_most_slow(CASES, 2))
 def test_a_call_compiles_as_one_graph(case: str) -> None:
     check_compiled(case, weights=False, backend="aot_eager")
 

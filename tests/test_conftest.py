@@ -113,6 +113,7 @@ def test_kernel_tests_count_as_gpu_tests_with_a_device(
         assert ("1 passed, 1 deselected" if there else "2 passed") in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_failing_test_leaves_no_global_state(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_it=CHANGES_STATE)

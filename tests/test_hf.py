@@ -26,6 +26,7 @@ from tests.capture.architectures import (  # noqa: E402
     matrices,
     run,
 )
+from tests.cases import mark_most_slow  # noqa: E402
 
 # Two of the models use a deprecated function of PyTorch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -284,7 +285,7 @@ def test_on_a_gpu_masks_stay_rules(name: str, side: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", mark_most_slow([True, False], 2))
 def test_compiled_in_one_graph(padded: bool) -> None:
     architecture = ARCHITECTURES["llama"]
     model = made(architecture)

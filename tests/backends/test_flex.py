@@ -130,6 +130,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     compiled_calls.get_program.cache_clear()
 
 
+@pytest.mark.slow
 @compiles_on_this_cpu
 def test_a_compiled_program_equals_the_reference() -> None:
     check_output(problem_of("empty_rows"))

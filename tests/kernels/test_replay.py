@@ -17,6 +17,7 @@ from foci.statistics.cuda import plan as triton_statistics
 from foci.statistics.cuda.arguments import KernelTensors
 from foci.statistics.cuda.plan import launch_statistics
 from foci.statistics.request import Request
+from tests.cases import mark_most_slow
 from tests.kernels.statistics_cases import DEVICE, FETCHED, SMALL, Case, causal, check_top, close, pooled
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 from tests.kernels.statistics_cases import nothing_kept as nothing_kept
@@ -56,7 +57,10 @@ def shifted(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "wanted", [ALL, PICTURE_MAX, replace(ALL, top=0), replace(ALL, int32_keys=True), Request(top=3, int32_keys=True)]
+    "wanted",
+    mark_most_slow(
+        [ALL, PICTURE_MAX, replace(ALL, top=0), replace(ALL, int32_keys=True), Request(top=3, int32_keys=True)], 2
+    ),
 )
 @pytest.mark.parametrize("config", [SMALL, FETCHED])
 def test_later_calls_of_the_same_kind(wanted: Request, config: Any) -> None:

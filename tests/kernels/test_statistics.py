@@ -32,6 +32,7 @@ from foci.statistics.cuda.tiling import (
     split_launches,
 )
 from foci.statistics.request import Request
+from tests.cases import mark_most_slow
 from tests.kernels.statistics_cases import (
     DEVICE,
     FETCHED,
@@ -257,7 +258,7 @@ def test_which_sequences_are_short(
     assert launches.can_run_short(scalars, weighted, wanted, torch.empty(1, dtype=torch.float16)) is short
 
 
-@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", mark_most_slow(CASES, 2), ids=lambda make: make.__name__)
 def test_pictures_under_every_mask(make) -> None:
     case = make()
     reduce = "max" if CASES.index(make) % 2 else "mean"
@@ -586,7 +587,13 @@ def test_segments_are_a_power_of_two() -> None:
     assert [choose_segments(top, 32) for top in (0, 1, 8, 9, 64)] == [1, 1, 2, 4, 16]
 
 
-@pytest.mark.parametrize("wanted", [ALL, Request(entropy=True, received=True, top=4, picture=(5, 7, "mean"))])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(ALL, marks=pytest.mark.slow),
+        Request(entropy=True, received=True, top=4, picture=(5, 7, "mean")),
+    ],
+)
 @pytest.mark.parametrize("budget", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (20_000, 10**9))])
 def test_a_sequence_has_the_same_statistics_in_every_batch(wanted: Request, budget: int, monkeypatch) -> None:
     monkeypatch.setattr("foci.statistics.cuda.plan.MAX_CANDIDATE_BYTES", budget)

@@ -11,6 +11,7 @@ from foci.kernels.statistics.topk import refine_topk
 from foci.statistics.cuda import plan as triton_statistics
 from foci.statistics.cuda.tiling import choose_key_classes
 from foci.statistics.request import Request
+from tests.cases import mark_most_slow
 from tests.kernels.statistics_cases import DEVICE, KEPT, SMALL, Case, causal, check_top, close
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 from tests.kernels.statistics_cases import nothing_kept as nothing_kept
@@ -99,7 +100,7 @@ def test_exact_ties_go_to_the_lower_key() -> None:
     assert torch.equal(got, torch.arange(12, device=DEVICE).expand_as(got))
 
 
-@pytest.mark.parametrize("top", [1, 3, 8])
+@pytest.mark.parametrize("top", mark_most_slow([3, 1, 8], 3))
 def test_half_precision_ties_and_hidden_keys(top: int) -> None:
     case = causal(heads=(2, 1), queries=4, keys=150, dtype=torch.float16)
     case.q[:, 1] = 0
@@ -135,8 +136,10 @@ def test_last_key_is_the_larger_of_two_near_ties(top: int, dtype: torch.dtype) -
     assert got[0, 0].tolist() == [[*heavy, 64]] * 8
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize(
+    ("top", "dtype"),
+    mark_most_slow([(1, torch.float16), (1, torch.float32), (2, torch.float16), (2, torch.float32)], 3),
+)
 def test_largest_logit_of_near_ties(top: int, dtype: torch.dtype) -> None:
     case = nearly_level(80, dtype, heavier=50)
     got = case.run(Request(top=top, largest_logit=True))

@@ -11,6 +11,7 @@ import torch
 
 import foci.nn
 from foci.nn.recurrent import RecurrentConfig, Seq2SeqRNN
+from tests.cases import mark_most_slow
 from tests.nn.reversal import LENGTH, VOCABULARY, measure_accuracy, sample_pairs, train
 from tests.nn.same import assert_same
 
@@ -158,7 +159,7 @@ def test_trains_in_bfloat16(kind: dict[str, str]) -> None:
 
 # After the graph break at an RNN, the compiler reads .grad of a tensor that is not a leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("attend", ["after", "before"])
+@pytest.mark.parametrize("attend", mark_most_slow(["after", "before"], 2))
 def test_compiles(attend: str) -> None:
     model, (source, target, lengths) = small(attend=attend, layers=1), batch()
     torch._dynamo.reset()

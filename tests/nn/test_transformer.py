@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.nn import Attention, Decoder, Encoder, EncoderDecoder, EncoderDecoderConfig, TransformerConfig
+from tests.cases import mark_most_slow
 from tests.nn.same import assert_same
 from tests.tensors import randn
 
@@ -150,7 +151,7 @@ def test_segments_outside_the_table_are_refused() -> None:
         build_stack("encoder", "learned", segments=2)(PADDED, segments=PADDED)
 
 
-@pytest.mark.parametrize("kind", ["learned", pytest.param("additive", marks=pytest.mark.slow), "relative"])
+@pytest.mark.parametrize("kind", mark_most_slow(["learned", "additive", "relative"], 3))
 def test_a_compiled_graph_returns_weights(kind: str) -> None:
     torch.compiler.reset()
     model = randomize(EncoderDecoder(EncoderDecoderConfig(config(kind, head=None), config(kind))))
