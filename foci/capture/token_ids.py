@@ -83,9 +83,8 @@ class TokenIds:
     def _add(self, name: str, ids: Tensor, number: int) -> None:
         if ids.dim() <= 2 and not ids.is_floating_point():
             rows = ids.detach().reshape(-1, ids.shape[-1]) if ids.dim() else ids.detach().reshape(1, 1)
-            # The caller may write the next text into the same tensor.
-            rows = rows.clone() if rows.is_cpu else rows
-            self._chunks.setdefault(name, []).append((number, self._host_copier.copy({"ids": rows})["ids"]))
+            # The caller may write the next text into the same tensor, on a GPU before the copy to the host has run.
+            self._chunks.setdefault(name, []).append((number, self._host_copier.copy({"ids": rows.clone()})["ids"]))
 
     def label_name_for(self, name: str, passes: Sequence[int]) -> str:
         """The label name of the ids read in some passes: "input", and "input#2" for another text in the same block."""
