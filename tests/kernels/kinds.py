@@ -2,7 +2,7 @@
 
 `python -m tests.kernels.kinds 90` compiles every kind for compute capability 9.0 with the installed Triton and prints
 a line for each that does not compile. `python -m tests.kernels.kinds --versions 3.5 3.9` does that for 8.0, 9.0 and
-10.0 with each of these versions of Triton, in an environment of its own.
+10.0 with each of these versions of Triton, in an environment of its own; `--versions newest` with the newest one.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from foci.gpu.compilation import CollectedLaunch, collect_launches
 from foci.statistics.cuda import divergence, plan
 
 CAPABILITIES = (80, 90, 100)
+NEWEST = "newest"
 Arguments = dict[str, Any]
 
 
@@ -253,7 +254,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("capability", type=int, nargs="*", help="80, 90 or 100 (default: all)")
     parser.add_argument("--only", nargs="+", default=[], help="kinds whose name contains one of these")
-    parser.add_argument("--versions", nargs="+", help="versions of Triton, each in an environment of its own")
+    parser.add_argument("--versions", nargs="+", help=f"versions of Triton, or {NEWEST}, each in an environment")
     parser.add_argument("--environments", type=Path, default=Path("build/triton"), help="where these are kept")
     options = parser.parse_args()
     if options.versions:
@@ -281,7 +282,8 @@ def run_version(version: str, options: argparse.Namespace) -> int:
         venv.create(folder, with_pip=True)
         packages = next((folder / "lib").glob("python*/site-packages"))
         (packages / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        install = [python, "-m", "pip", "install", "--quiet", "--ignore-installed", "--no-deps", f"triton=={version}.*"]
+        package = "triton" if version == NEWEST else f"triton=={version}.*"
+        install = [python, "-m", "pip", "install", "--quiet", "--ignore-installed", "--no-deps", package]
         subprocess.run(install, check=True)
     command = [python, "-m", "tests.kernels.kinds", *map(str, options.capability)]
     if options.only:
