@@ -21,9 +21,11 @@ from foci.capture.hooks import hook_module
 from foci.capture.multi_head_attention import intercept_multi_head_attention
 from foci.capture.record_filling import fill_record
 from foci.capture.recorder import Recorder
+from foci.record.from_tensors import check_labels_fit_any
 from foci.record.kept import Keep
 from foci.record.labels import Labels
 from foci.record.record import Record
+from foci.runtime.checks import is_int
 from foci.runtime.compile_switch import disable_compile
 from foci.runtime.interception import add_interceptor
 from foci.runtime.interrupts import delay_interrupts
@@ -103,7 +105,8 @@ def watch(
         processor=processor,
         denoising=denoising,
     )
-    for name, finished in name_labels(labels).items():
+    given = name_labels(labels)
+    for name, finished in given.items():
         recorder.set_labels(name, finished)
         if denoising is not None and name == "prompt":
             denoising.set_prompt(finished)
@@ -119,6 +122,8 @@ def watch(
         # Ctrl+C may come before the first call delays it.
         close_block(block, recorder)
     fill_record(recorder)
+    for name, finished in given.items():
+        check_labels_fit_any(record.layers.values(), name, finished)
 
 
 def name_labels(labels: Any) -> dict[str, Labels]:
@@ -126,7 +131,8 @@ def name_labels(labels: Any) -> dict[str, Labels]:
     named = {"input": labels} if isinstance(labels, Labels) else {} if labels is None else labels
     if not isinstance(named, Mapping) or not all(isinstance(each, Labels) for each in named.values()):
         raise TypeError(
-            f"labels must be foci.Labels, or a dict of them by the name of the sequence, got {labels!r:.80}"
+            f"labels must be foci.Labels, or a dict of them by the name of the sequence, got {labels!r:.80}:"
+            " foci.Labels.tokens([['a', 'b']]) makes them from texts"
         )
     return dict(named)
 
@@ -169,9 +175,10 @@ def parse_queries(queries: Any, keep: Any) -> Any:
         return None if queries == "all" else slice(-1, None)
     if isinstance(queries, slice):
         return queries
-    rows = list(queries)
+    rows = list(queries) if isinstance(queries, Iterable) else []
     if not rows or not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
-        raise ValueError(f"queries must be 'all', 'last' or query numbers, got {queries!r}")
+        hint = f": write [{queries}]" if is_int(queries) else ""
+        raise ValueError(f"queries must be 'all', 'last' or query numbers, got {queries!r}{hint}")
     return rows
 
 

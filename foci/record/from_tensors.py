@@ -5,7 +5,7 @@ B batch, H heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +73,13 @@ def explain_misfit(layer: Layer, labels: dict[str, Labels]) -> str | None:
             f" {grid.grid[0]} x {grid.grid[1]} patches after {grid.leading} positions"
         )
     return None
+
+
+def check_labels_fit_any(layers: Iterable[Layer], name: str, labels: Labels) -> None:
+    """Refuses labels that fit no layer of their sequence; some may not fit, because layers may differ in length."""
+    reasons = [explain_misfit(layer, {name: labels}) for layer in layers if name in (layer.queries, layer.keys)]
+    if reasons and all(reasons):
+        raise ValueError(reasons[0])
 
 
 def check_row_sums(layer: Layer) -> None:

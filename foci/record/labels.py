@@ -153,7 +153,13 @@ class Labels:
     @classmethod
     def tokens(cls, texts: Iterable[Sequence[str]], words: Iterable[Sequence[int | None]] | None = None) -> Labels:
         """Labels from token texts; shorter sequences are padded with ""."""
-        rows = [tuple(row) for row in texts]
+        sequences = [texts] if isinstance(texts, str) else list(texts)
+        if any(isinstance(row, str) for row in sequences):
+            raise TypeError(
+                f"texts must be a list of token texts for each sequence, got {texts!r:.80}: write [['a', 'b']] for one"
+                " sequence of two tokens"
+            )
+        rows = [tuple(row) for row in sequences]
         length = max(map(len, rows), default=0)
         filled = tuple(row + ("",) * (length - len(row)) for row in rows)
         if words is None:

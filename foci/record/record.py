@@ -254,14 +254,11 @@ class Record:
         of ids to text. Returns the record.
         """
         labels = from_tensors.to_labels(tokens, decode)
-        # Layers may differ in length; labels are wrong only if they fit none of them.
         along = [layer for layer in self.layers.values() if name in (layer.queries, layer.keys)]
         if self.layers and not along:
             names = sorted({axis for layer in self.layers.values() for axis in (layer.queries, layer.keys)})
             raise ValueError(f"name must be a sequence of the record ({', '.join(map(repr, names))}), got {name!r}")
-        reasons = [from_tensors.explain_misfit(layer, {name: labels}) for layer in along]
-        if reasons and all(reasons):
-            raise ValueError(reasons[0])
+        from_tensors.check_labels_fit_any(along, name, labels)
         self.labels[name] = labels
         self._own_totals.clear()
         return self
@@ -373,6 +370,8 @@ class Record:
     def select_rollout_layers(self, stack: str | None) -> list[Layer]:
         """The layers of a stack in order; for cross-attention all layers, those of encoder and decoder too."""
         stacks = {layer.stack: layer.queries == layer.keys for layer in self.layers.values()}
+        if not stacks:
+            raise ValueError("the record must have at least one layer for a rollout, got none: run the model first")
         crosses = [name for name, is_self in stacks.items() if not is_self]
         wanted = stack if stack is not None else next(iter(crosses or stacks), None)
         if wanted not in stacks or (stack is None and not crosses and len(stacks) > 1):

@@ -333,9 +333,11 @@ def test_labels_of_an_unknown_model_are_given_by_hand() -> None:
         with foci.watch(model, labels=labels) as seen, torch.no_grad():
             _, weights = model(x, x, x)
         torch.testing.assert_close(seen.image_map("it"), weights[0, 6, 2:6].view(2, 2))
-    with foci.watch(model, labels=foci.Labels.patches(5, 5)) as seen, torch.no_grad():
+    misfit = r"'input' must have 8 positions, as .* has, got 5 x 5 patches"
+    grid = foci.Labels.patches(5, 5)
+    with pytest.raises(ValueError, match=misfit), foci.watch(model, labels=grid) as seen, torch.no_grad():
         model(x, x, x)
-    with pytest.raises(ValueError, match=r"'input' must have 8 positions, as .* has, got 5 x 5 patches"):
+    with pytest.raises(ValueError, match=misfit):
         seen.image_map("0,0")
     with pytest.raises(TypeError, match=r"labels must be foci.Labels, or a dict of them .*, got \['a'\]"):
         foci.watch(model, labels=["a"]).__enter__()  # type: ignore[arg-type]

@@ -248,6 +248,8 @@ def test_names_of_layers_that_did_not_run_are_refused() -> None:
         ({"keep": "all"}, r"keep must be 'lazy' or foci.Keep\(...\), got 'all'"),
         ({"queries": "first"}, "queries must be 'all', 'last' or query numbers, got 'first'"),
         ({"queries": []}, "queries must be"),
+        ({"queries": 99}, r"queries must be 'all', 'last' or query numbers, got 99: write \[99\]"),
+        ({"labels": {"input": ["a"]}}, r"labels must be foci.Labels, .*: foci.Labels.tokens\(\[\['a', 'b'\]\]\) makes"),
         ({"heads": ["L1"]}, "heads must be numbers from 0 or names such as 'L5H3', got 'L1'"),
         ({"ablate": ["H3"]}, "ablate must be names such as 'L5H3'"),
         ({"limit": "1GB"}, r"limit must be a number of bytes, an int such as 2\*\*33, got '1GB'"),
@@ -257,6 +259,19 @@ def test_names_of_layers_that_did_not_run_are_refused() -> None:
 def test_invalid_options_are_refused_before_the_block(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message), foci.watch(Stack(), **options):
         pytest.fail("the block must not begin")
+
+
+@pytest.mark.parametrize("keep", ["lazy", foci.Keep()])
+@pytest.mark.parametrize("texts", [[["a"]], [list("uvwxyz")] * 3], ids=["length", "batch"])
+def test_labels_that_fit_no_layer_are_refused_when_the_block_ends(texts: list[list[str]], keep: Any) -> None:
+    model = Stack()
+    with (
+        pytest.raises(ValueError, match=r"^the labels 'input' must have \d sequences of \d positions, as .*, got"),
+        foci.watch(model, keep=keep, labels=Labels.tokens(texts)) as seen,
+    ):
+        model(IDS)
+    # The record is filled: the right labels can be set afterwards.
+    assert seen.label([list("uvwxyz")]).labels["input"].text(0) == "uvwxyz"
 
 
 def test_a_model_that_is_not_a_module_is_refused() -> None:

@@ -111,6 +111,12 @@ def test_positions() -> None:
     assert len(Labels.positions(0, 3)) == 0
 
 
+@pytest.mark.parametrize("texts", ["abc", ["abc"], ["a", "b"]])
+def test_bare_strings_are_refused_as_sequences(texts: Any) -> None:
+    with pytest.raises(TypeError, match=r"^texts must be a list of token texts for each sequence, got .*: write"):
+        Labels.tokens(texts)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -89,6 +89,11 @@ def test_rollout_needs_all_rows_before_the_last_layer() -> None:
     assert foci.Record({"0": layers["0"]}).rollout(-1).shape == (last[0].shape[3],)
 
 
+def test_rollout_of_an_empty_record_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^the record must have at least one layer for a rollout, got none"):
+        foci.Record().rollout(0)
+
+
 def test_labels_that_do_not_fit_are_replaced_by_positions() -> None:
     record = foci.Record.from_tensors(matrices(), tokens=list("abcde"))
     layer = Layer("x", matrix=matrices(1, 2, 5)[0], rows=(0, 3))
