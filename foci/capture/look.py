@@ -26,7 +26,7 @@ from foci.capture.model_loading import (
 from foci.capture.watch import watch
 from foci.inputs.audio import SOUND_FORMATS
 from foci.inputs.bpe import explain_panics
-from foci.inputs.files import MAGIC_BYTES, find_format
+from foci.inputs.files import MAGIC_BYTES, detect_format, find_format
 from foci.inputs.image import IMAGE_FORMATS
 from foci.inputs.tables import read_text_file
 from foci.record.labels import Labels
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 128
 # The number of likely next tokens in the answer of a causal model.
 SHOWN_NEXT_TOKENS = 5
+MEDIA_SUFFIX = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?|pgm|ppm|wav|flac|ogg)", re.IGNORECASE)
 # A word that is meant as the name of a file, also if there is no such file.
-INPUT_FILE_NAME = re.compile(r"\S+\.(png|jpe?g|webp|gif|bmp|tiff?|pgm|ppm|wav|flac|ogg|txt)", re.IGNORECASE)
+INPUT_FILE_NAME = re.compile(rf"\S+({MEDIA_SUFFIX.pattern}|\.txt)", re.IGNORECASE)
 
 
 def look(
@@ -68,6 +69,11 @@ def look(
         new_tokens: the largest number of tokens that an encoder-decoder may generate.
         report: is called with progress messages and with the notes of the record.
     """
+    check_name(
+        "text", text, "a text, or the path of a text, image or sound file", "give the text first, then the model"
+    )
+    if model is not None:
+        check_name("model", model, "the name or path of a model", "record a model object with foci.watch")
     text, kind = read_input(os.fspath(text), report)
     if not text.strip():
         raise ValueError("text must have at least one word, got none")
@@ -85,6 +91,11 @@ def look(
     return record
 
 
+def check_name(name: str, value: Any, expected: str, advice: str) -> None:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}: {advice}")
+
+
 def name_for_title(model: str) -> str:
     """The name of a model in titles: a directory without the path to it, or the name that was given."""
     return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model
@@ -100,6 +111,8 @@ def read_input(text: str, report: Callable[[str], None]) -> tuple[str, str]:
         found = find_format(file.read(MAGIC_BYTES))
     if found in IMAGE_FORMATS or found in SOUND_FORMATS:
         return text, "images" if found in IMAGE_FORMATS else "sounds"
+    if found is None and MEDIA_SUFFIX.fullmatch(Path(text).suffix):
+        detect_format(text, (*IMAGE_FORMATS, *SOUND_FORMATS))
     if found not in {None, "gzip"}:
         raise ValueError(f"text must be a text, or the path of a text, image or sound, got {text}, a {found} file")
     report(f"reading {text}")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import foci
-from foci.capture.look import name_for_title, record_example, record_text
+from foci.capture.look import INPUT_FILE_NAME, name_for_title, record_example, record_text
 from foci.capture.model_loading import (
     LOAD_OPTIONS,
     check_input_kind,
@@ -60,6 +60,8 @@ class ModelRunner:
         """Run a model on a text."""
         if not text.strip():
             raise ValueError("text must have at least one word, got an empty text")
+        if INPUT_FILE_NAME.fullmatch(text.strip()):
+            raise ValueError(f"text must be a text, got the file name {text.strip()}: open or drop the file instead")
         if len(text) > MAX_TEXT_CHARACTERS:
             raise ValueError(f"text must have at most {MAX_TEXT_CHARACTERS:,} characters, got {len(text):,}")
         if model == UNTRAINED:

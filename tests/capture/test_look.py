@@ -6,10 +6,12 @@ import shutil
 import sys
 import wave
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import foci
 from foci import models
 from foci.capture.look import look, read_input
 from foci.capture.model_loading import (
@@ -375,6 +377,7 @@ def test_a_file_is_looked_at_without_naming_a_model(name: str, capsys: pytest.Ca
         (["shrit.png"], "text must be a text or the path of a file, got shrit.png: no such file"),
         (["paper.pdf"], "text must be a text, or the path of a text, image or sound, got paper.pdf, a PDF file"),
         (["empty.txt"], "text must have at least one word, got none"),
+        (["empty.png"], "empty.png must be a PNG, JPEG, WebP, GIF, BMP, TIFF, PGM, PPM, WAV, FLAC or OGG file, got an"),
         (["picture.png", "--model", "reads"], "model must be a model of foci for images, such as vision, got reads"),
     ],
 )
@@ -390,9 +393,18 @@ def test_inputs_of_another_kind_are_refused(
     Path("picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     Path("paper.pdf").write_bytes(b"%PDF-1.4")
     Path("empty.txt").touch()
+    Path("empty.png").touch()
     Path("reads").symlink_to(folders / "reads")
     assert main.main(["look", *arguments]) == 2
     assert f"foci look: {message}" in capsys.readouterr().err
+
+
+def test_a_model_object_is_refused() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"^model must be the name or path of a model, got Linear: .* foci\.watch$"):
+        foci.look("hi", model)
+    with pytest.raises(TypeError, match=r"^text must be a text, or the path .*, got Linear: give the text first"):
+        foci.look(model, "hi")
 
 
 @pytest.mark.usefixtures("files")

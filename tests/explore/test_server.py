@@ -160,6 +160,7 @@ def test_a_text_becomes_a_record(client: Any, explorer: Explorer) -> None:
     [
         ({"text": "a b", "model": "./nowhere"}, "got ./nowhere: no such path"),
         ({"text": "  ", "model": models.UNTRAINED}, "text must have at least one word"),
+        ({"text": "nosuch.txt", "model": models.UNTRAINED}, "text must be a text, got the file name nosuch.txt: open"),
     ],
 )
 def test_errors_of_jobs_are_reported(client: Any, given: dict[str, str], error: str) -> None:
