@@ -51,8 +51,8 @@ class Cache:
 
     def __init__(self, *, capacity: int | None = None, window: int | None = None) -> None:
         for name, size in (("capacity", capacity), ("window", window)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be >= 1 or None, got {size}")
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"{name} must be an int >= 1 or None, got {size!r}")
         if capacity is not None and window is not None and capacity < window:
             raise ValueError(f"capacity must be >= window = {window}, got {capacity}")
         self._capacity = capacity

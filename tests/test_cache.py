@@ -321,8 +321,11 @@ def test_other_shapes_dtypes_and_devices_are_refused() -> None:
 
 
 def test_wrong_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="capacity must be >= 1 or None, got 0"):
+    with pytest.raises(ValueError, match="capacity must be an int >= 1 or None, got 0"):
         Cache(capacity=0)
+    for wrong in ("5", 2.5, True):
+        with pytest.raises(ValueError, match=f"window must be an int >= 1 or None, got {wrong!r}"):
+            Cache(window=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="capacity must be >= window = 8, got 4"):
         Cache(capacity=4, window=8)
     cache = Cache(capacity=4)

@@ -11,6 +11,7 @@ B batch, Tq queries, Tk keys. True means that the query can attend to the key.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -338,7 +339,26 @@ def mask_function(function: Predicate) -> Mask:
     """
     if not callable(function) or isinstance(function, Mask):
         raise TypeError(f"function must be a function of four index tensors, got {type(function).__name__}")
+    if not torch.compiler.is_compiling() and not takes_four_arguments(function):
+        name, signature = getattr(function, "__name__", "f"), inspect.signature(function)
+        raise TypeError(
+            "function must take four arguments (batch, head, query_position, key_position), got"
+            f" {name}{signature}: name all four, also those that it does not use"
+        )
     return MaskFunction(function)
+
+
+def takes_four_arguments(function: Predicate) -> bool:
+    """Whether a function can be called with four arguments; True where Python does not know its parameters."""
+    try:
+        parameters = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        parameters.bind(*range(4))
+    except TypeError:
+        return False
+    return True
 
 
 def format_tensor(tensor: Tensor) -> str:

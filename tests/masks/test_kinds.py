@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import textwrap
@@ -321,6 +322,16 @@ def test_distances_beyond_all_keys_are_unlimited(far: int) -> None:
 def test_bools_are_refused_as_numbers(make: Callable[[], Mask]) -> None:
     with pytest.raises((TypeError, ValueError), match="True"):
         make()
+
+
+def test_a_mask_function_without_four_arguments_is_refused() -> None:
+    def near(q: Tensor, k: Tensor) -> Tensor:
+        return q - k < 3
+
+    with pytest.raises(TypeError, match=r"^function must take four arguments \(batch, head, .*, got near\(q: .*, k: "):
+        foci.mask_function(near)  # type: ignore[arg-type]
+    for four in (lambda *each: each[2] >= each[3], functools.partial(lambda n, b, h, q, k: q - k < n, 3)):
+        assert foci.mask_function(four).draw(3)
 
 
 def test_lengths_stay_on_their_device() -> None:
