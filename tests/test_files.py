@@ -53,13 +53,15 @@ def test_anything_else_is_refused_with_what_is_accepted(tmp_path: Path) -> None:
 
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "empty.foci").touch()
     save_file({"x": torch.ones(1)}, tmp_path / "plain.safetensors")
     save_file(
         {"x": torch.ones(1)}, tmp_path / "other.safetensors", metadata={"foci": '{"format": "foci.checkpoint/1"}'}
     )
     for name, reason in (
         ("empty", "a directory without a model"),
-        ("text.txt", r"which is none of these \(.*\)"),
+        ("text.txt", r"which is none of these \(the file is damaged or of another kind\)"),
+        ("empty.foci", r"which is none of these \(the file is empty\)"),
         ("plain.safetensors", "which is none of these"),
         ("other.safetensors", "of format 'foci.checkpoint/1'"),
     ):

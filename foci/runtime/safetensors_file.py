@@ -67,7 +67,14 @@ def open_safetensors(path: str | os.PathLike[str], extra: str = "view") -> Any:
     """Opens a safetensors file for reading."""
     # The package reports a file without read permission as missing; open() raises the right OSError.
     Path(path).open("rb").close()
-    return import_safetensors(os.fspath(path), extra).safe_open(os.fspath(path), framework="pt")
+    package = import_safetensors(os.fspath(path), extra)
+    from safetensors import SafetensorError
+
+    try:
+        return package.safe_open(os.fspath(path), framework="pt")
+    except SafetensorError as error:
+        is_empty = Path(path).stat().st_size == 0
+        raise ValueError("the file is empty" if is_empty else "the file is damaged or of another kind") from error
 
 
 def checksum_tensors(tensors: dict[str, Tensor]) -> int:
