@@ -137,7 +137,10 @@ def config_from_table(task: str | None, table: dict[str, Any], source: str) -> R
     known = {"task", "seed", "data", "dev", "train"}
     unknown = sorted(table.keys() - known)
     if unknown:
-        raise ValueError(f"the keys of {source} must be among {', '.join(sorted(known))}, got {', '.join(unknown)}")
+        hint = suggest_section(unknown[0], {"task": find_task(named).settings_type, "train": TrainConfig})
+        raise ValueError(
+            f"the keys of {source} must be among {', '.join(sorted(known))}, got {', '.join(unknown)}{hint}"
+        )
     seed = table.get("seed", 1)
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= SEED_LIMIT:
         raise ValueError(f"seed must be an integer between 0 and {SEED_LIMIT}, got {reprlib.repr(seed)}")
@@ -152,6 +155,16 @@ def config_from_table(task: str | None, table: dict[str, Any], source: str) -> R
         parse_paths(table.get("dev", ()), "dev"),
         seed,
     )
+
+
+def suggest_section(key: str, sections: dict[str, type[Config]]) -> str:
+    """The end of an error message for a key without its section.
+
+    >>> suggest_section("epochs", {"train": TrainConfig})
+    ': did you mean train.epochs?'
+    """
+    places = [f"{name}.{key}" for name, kind in sections.items() if key in {field.name for field in fields(kind)}]
+    return f": did you mean {' or '.join(places)}?" if places else ""
 
 
 def check_keys(kind: type[Config], keys: Iterable[str], section: str, task: str) -> None:

@@ -38,7 +38,12 @@ def test_changes_override_the_file(tmp_path: Path) -> None:
             r"train\.speed is not a setting of translation: .*`foci train translation --settings` lists all",
         ),
         ("task.size=huge", "task.size must be 'tiny' or 'small' or 'base', got 'huge'"),
-        ("rate=1", "the keys of the config must be among data, dev, seed, task, train, got rate"),
+        (
+            "rate=1",
+            "the keys of the config must be among data, dev, seed, task, train, got rate: did you mean train.rate",
+        ),
+        ("size=tiny", r"task, train, got size: did you mean task\.size\?"),
+        ("colour=1", "task, train, got colour$"),
         ("train.rate", "a setting must be key=value, such as train.rate=0.001, got 'train.rate'"),
         ("train.batch_tokens=0", "train.batch_tokens must be between 1 and 1000000000, got 0"),
         ("seed=x", "seed must be an integer between 0 and 9223372036854775807, got 'x'"),
