@@ -38,7 +38,7 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"foci needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}")'
-	@echo "setting up .venv: once, and again when pyproject.toml or constraints.txt changes"
+	@echo "setting up .venv: once, and again when pyproject.toml or constraints.txt changes; this takes minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq -e '.[dev]' -c constraints.txt
 	@touch $@
