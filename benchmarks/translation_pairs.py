@@ -26,6 +26,8 @@ from foci.tasks.parallel_text import Pair, read_pairs
 FOLDER = Path(__file__).parent / "training" / "pairs"
 # Pairs of each kind in a round; the sentences of our own are all in every round.
 TATOEBA, SLOTS, TEMPLATES = 40_000, 24_000, 10_000
+# Greetings and single words, which people try first, are added this often to a round.
+BASICS = 8
 # The share of the pairs of Tatoeba that are changed, where they can be; of all pairs, of those that lose their end mark
 # and of those that are joined.
 SWAPPED, UNMARKED, JOINED = 0.6, 0.03, 0.04
@@ -64,6 +66,7 @@ class PairSource:
         templates = (self.lexicon.fill_template(rng, self.slots.draw_name) for _ in range(TEMPLATES))
         pairs += [Pair(*each) for each in templates if each is not None]
         pairs = [self.roughen(pair, pairs, rng) for pair in pairs]
+        pairs += read_written_pairs("basics.txt") * BASICS
         return [self.reverse_if_asked(pair) for pair in pairs]
 
     def swap(self, pair: Pair, rng: random.Random) -> Pair:
@@ -107,9 +110,9 @@ def replace_name(source: str, target: str, name: str, german: Sequence[str], new
     return source, target
 
 
-def read_written_pairs() -> list[Pair]:
+def read_written_pairs(pattern: str = "*.txt") -> list[Pair]:
     pairs = []
-    for path in sorted(FOLDER.glob("*.txt")):
+    for path in sorted(FOLDER.glob(pattern)):
         if path.name not in ("templates.txt", "verb_templates.txt", "surnames.txt"):
             pairs += [Pair(*line.split(" ||| ")) for line in read_lines(path)]
     return pairs
