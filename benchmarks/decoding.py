@@ -149,7 +149,7 @@ def time_first_answer(rounds: int) -> dict[str, Measured | str]:
     """A new process that translates one word, and one that imports torch only, in turns."""
     folder = Path(foci.__file__).resolve().parents[1]
     commands = {
-        "foci": ["-m", "foci", "run", "translation", "Hello.", "--model", "translation"],
+        "foci": ["-m", "foci", "run", "translation", "Hello!", "--model", "translation"],
         "import torch": ["-c", "import torch"],
     }
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
