@@ -124,7 +124,7 @@ PAGES: dict[str, tuple[Callable[[], Record] | None, str]] = {
     "lines": (lambda: minilm(COOKED, "all-MiniLM-L6-v2"), "v=lines&h=L3H2~L4H7&s=1&t="),
     "compute": (lambda: minilm(COOKED, "all-MiniLM-L6-v2"), "v=compute&h=L2H9&t=24"),
     "rollout": (lambda: minilm(COOKED, "all-MiniLM-L6-v2"), "v=rollout&h=L2H9&t=24"),
-    "align": (lambda: shipped("translation", HOME), "v=align&h=cross.L2&t=2"),
+    "align": (lambda: shipped("translation", HOME), "v=align&h=alignment.L0&t=2"),
     "steps": (lambda: shipped("generation", "ROMEO:"), "v=steps&h=L3H3&n=60"),
     "image": (lambda: shipped("vision", "shirt.png"), "v=image&h=L3H2&t=12"),
     "sound": (lambda: shipped("speech", "seven.wav"), "v=sound"),

@@ -268,7 +268,7 @@ def test_without_transformers_the_error_says_what_to_install(
 @pytest.mark.parametrize(
     ("asked", "status", "said"),
     [
-        ([], 0, r"hungry is not among the queries of cross\.L\d; showing (encoder\.L\dH\d), where it occurs\n$"),
+        ([], 0, r"hungry is not among the queries of alignment\.L0; showing (encoder\.L\dH\d), where it occurs\n$"),
         (
             ["--head", "cross.L1"],
             2,

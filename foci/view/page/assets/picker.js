@@ -9,6 +9,7 @@ export const STACK_TITLES = {
   decoder: "Decoder",
   cross: "Cross-attention",
   vision: "Vision",
+  alignment: "Alignment",
 };
 
 // Layers grouped by stack, in the order of their first layers.
