@@ -7,6 +7,7 @@ of other packages are shown; everywhere else they are errors.
 import os
 import re
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -93,6 +94,9 @@ def chromium() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts commands in the background with Ctrl+C ignored, which the commands of the tests would inherit.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if torch.cuda.is_available():
         for warning in ("default:::(?!foci|tests|test_)", *(f"default:{text}" for text in TORCH_WARNINGS)):
             config.addinivalue_line("filterwarnings", warning)
