@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 14 * 2**20
 
 
 def main() -> None:
-    """Write the weights, the log, the config and about.json."""
+    """Write the weights, the log, the config and about.json; the model card stays."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the folder that benchmarks/train.py wrote")
     parser.add_argument("--as", dest="name", required=True, help="the name of the task")
@@ -42,8 +42,9 @@ def main() -> None:
         raise ValueError(f"folder must hold a model for {options.name}, got {options.folder} with one for {task.name}")
     about |= {"source": options.source, "licence": options.licence, "score": options.score}
     target = MODELS_DIRECTORY / options.name
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
+    for path in target.glob("*.safetensors"):
+        path.unlink()
     files = save_trained_model(
         target / "model.safetensors", task, model, about, storage=options.storage, max_bytes=MAX_FILE_BYTES
     )
