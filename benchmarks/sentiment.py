@@ -7,11 +7,11 @@ The first command joins the reviews and the sentences of training/sentiment/writ
 model, to the train set of the config sentiment-reviews. The folders are seeds of that config, trained by
 benchmarks/train.py. A logistic regression over tokens and pairs of tokens, fitted on the train set alone, is added to
 the linear term of each: fitted before the training it would leave the encoder nothing to learn. Then the logits of
-pairs that begin with a negation or "at" are corrected by another one, on sentences from training/sentiment/templates.tsv. The
-weight of the linear term and the temperature of the softmax are chosen on dev, which has every tenth written sentence,
-too. The baseline, TF-IDF and
-logistic regression, has its regularization and n-grams chosen on the dev part of the reviews; it is fitted on the
-reviews, and on the reviews with the written sentences.
+pairs that begin with a negation or "at" are corrected by another one, on sentences from
+training/sentiment/templates.tsv. The weight of the linear term and the temperature of the softmax are chosen on dev,
+which has every tenth written sentence, too. The baseline, TF-IDF and logistic regression, has its regularization and
+n-grams chosen on the dev part of the reviews; it is fitted on the reviews, and on the reviews with the written
+sentences.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ STRENGTH, FEATURE_SCALE = 1.0, 18.0
 PAIRS = 2**19  # logits of pairs of tokens
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
 REPEAT = 2  # how often the train set has each written sentence
-# Of the regression for negations: sentences from the templates, and inverse regularization. "at all" is one of the pairs:
-# it follows negations, whose meaning it would otherwise take over.
+# Of the regression for negations: sentences from the templates, and inverse regularization. "at all" is one of the
+# pairs: it follows negations, whose meaning it would otherwise take over.
 DRAWN, NEGATION_STRENGTH = 5000, 3.0
 NEGATIONS = {"not", "never", "nothing", "no", "cannot", "'t", "at"}
 WORD = re.compile(r"\b\w\w+\b")
