@@ -155,7 +155,8 @@ def pad_keys(keys: Any, size: int) -> Tensor:
         raise TypeError(f"keys must be a list with the keys of each query, or an int tensor, got {type(keys).__name__}")
     lists = [list_keys(item, size) for item in keys]
     longest = max([1, *(len(item) for item in lists)])
-    return torch.tensor([item + [-1] * (longest - len(item)) for item in lists], dtype=torch.int64).reshape(-1, longest)
+    rows = [item + [-1] * (longest - len(item)) for item in lists]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, longest)
 
 
 def list_keys(item: Any, size: int) -> list[int]:

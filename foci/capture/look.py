@@ -31,6 +31,7 @@ from foci.inputs.image import IMAGE_FORMATS
 from foci.inputs.tables import read_text_file
 from foci.record.labels import Labels
 from foci.record.record import Record
+from foci.runtime.default_device import prepare_on_cpu
 
 if TYPE_CHECKING:
     from foci.nn.model import Model
@@ -44,6 +45,7 @@ MEDIA_SUFFIX = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?|pgm|ppm|wav|flac|ogg
 INPUT_FILE_NAME = re.compile(rf"\S+({MEDIA_SUFFIX.pattern}|\.txt)", re.IGNORECASE)
 
 
+@prepare_on_cpu
 def look(
     text: str | os.PathLike[str],
     model: str | os.PathLike[str] | None = None,

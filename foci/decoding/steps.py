@@ -123,7 +123,10 @@ def split_prompts(prompt: Prompt, device: torch.device) -> list[Tensor]:
         rows = [prompt] if single else list(prompt)
     else:
         single = len(prompt) > 0 and isinstance(prompt[0], int)
-        rows = [torch.as_tensor(each) for each in ([prompt] if single else prompt)]
+        rows = [
+            each if isinstance(each, Tensor) else torch.as_tensor(each, device=device)
+            for each in ([prompt] if single else prompt)
+        ]
     if not rows or any(len(row) == 0 for row in rows):
         raise ValueError(f"prompt must hold at least one prompt of at least one token, got {prompt!r}")
     if len({(row.shape[1:], row.dtype) for row in rows}) > 1 or rows[0].dim() != 1 + rows[0].is_floating_point():

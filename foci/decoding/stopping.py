@@ -45,7 +45,7 @@ class StopConditions:
         if self.strings and decode is None:
             raise ValueError(f"decode must be a function from tokens to text for stop={self.strings}, got None")
         self.token_ids = {each for each in entries if isinstance(each, int)}
-        self.tokens = torch.tensor(sorted(self.token_ids), dtype=torch.long)
+        self.tokens = torch.tensor(sorted(self.token_ids), dtype=torch.long, device="cpu")
         self.decode = decode
 
     def text_before_stop(self, tokens: list[int]) -> str | None:

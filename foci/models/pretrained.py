@@ -11,6 +11,7 @@ import torch
 from foci import models
 from foci.nn.model import Model
 from foci.record.record import Record
+from foci.runtime.default_device import prepare_on_cpu
 from foci.runtime.spelling import suggest_name
 from foci.tasks.model_file import load_trained_model
 from foci.tasks.task import Task
@@ -33,6 +34,7 @@ class Pretrained:
     def __call__(self, inputs: str | os.PathLike[str]) -> str: ...
     @overload
     def __call__(self, inputs: list[Any] | tuple[Any, ...]) -> list[str]: ...
+    @prepare_on_cpu
     def __call__(self, inputs: str | os.PathLike[str] | list[Any] | tuple[Any, ...]) -> str | list[str]:
         """Answers one input, a text or the path of an image or audio file, or a list of them as one batch."""
         several = inputs if isinstance(inputs, list | tuple) else [inputs]
@@ -40,6 +42,7 @@ class Pretrained:
             answers = self.task.answer(self.model, [self._parse(each) for each in several])
         return answers if several is inputs else answers[0]
 
+    @prepare_on_cpu
     def show(self, text: str | os.PathLike[str]) -> Record:
         """Records the attention while the model answers; `Record.answer` is the answer."""
         with torch.no_grad():

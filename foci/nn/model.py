@@ -114,7 +114,7 @@ def build_saved_model(base: type[Model], header: dict[str, Any], tensors: dict[s
     match_tensors(outline, tensors)
     check_computed_tables(outline, tensors)
     check_finite_weights(tensors)
-    with SkipInitialValues():
+    with torch.device("cpu"), SkipInitialValues():
         model = kind(config)
     load_tensors(model, tensors)
     return model

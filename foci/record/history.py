@@ -115,7 +115,7 @@ class History:
         """One statistic of every head at every step, (steps, heads); NaN where it is missing."""
         if statistic not in HEAD_STATISTICS:
             raise ValueError(f"statistic must be one of {', '.join(HEAD_STATISTICS)}, got {statistic!r}")
-        values = torch.full((len(self), len(self.heads)), math.nan)
+        values = torch.full((len(self), len(self.heads)), math.nan, device="cpu")
         for row, entry in zip(values, self.entries, strict=True):
             start = 0
             for layer, heads in self.layers.items():
@@ -210,4 +210,4 @@ def parse_numbers(values: Any) -> Tensor:
     if not isinstance(values, list) or not all(value is None or type(value) in {int, float} for value in values):
         raise TypeError("values must be a list of numbers")
     numbers = [math.nan if value is None or abs(value) > torch.finfo().max else float(value) for value in values]
-    return torch.tensor(numbers, dtype=torch.float32)
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")

@@ -6,6 +6,7 @@ call_observer: the function that sees the calls inside compiled models.
 checks: checks of tensors against the sizes of a call.
 tensor_cache: tensors that follow from plain numbers, made once.
 device: properties of the GPU.
+default_device: prepares data on the CPU, whatever the default device is.
 interception: hands attention calls to `foci.watch` blocks.
 interrupts: delays Ctrl+C.
 compile_switch: switches torch.compile off while a model is watched.

@@ -23,8 +23,8 @@ PICTURE_SUFFIXES = (".html", *IMAGE_SUFFIXES)
 def to_int_tensor(values: Tensor | list[int], name: str) -> Tensor:
     """Integers as a tensor; raises TypeError for anything else."""
     try:
-        # as_tensor would move a tensor to the default device.
-        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+        # as_tensor would move a tensor to the default device; to_call_device moves these from the CPU.
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(f"{name} must be integers, got {values!r}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:

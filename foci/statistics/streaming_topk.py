@@ -24,7 +24,7 @@ def stable_topk(x: Tensor, k: int, masked_below: float) -> tuple[Tensor, Tensor]
     values, columns, tied = topk_by_groups(x, k, masked_below)
     if bool(tied.any()):
         rows = x[tied]
-        exact = topk_by_sorting(rows, torch.arange(x.shape[-1]).expand(rows.shape), k)
+        exact = topk_by_sorting(rows, torch.arange(x.shape[-1], device=x.device).expand(rows.shape), k)
         values[tied], columns[tied] = exact
     return values, columns
 
@@ -43,7 +43,7 @@ def topk_by_groups(x: Tensor, k: int, masked_below: float) -> tuple[Tensor, Tens
         maxima = torch.cat([maxima, x[..., whole:].amax(-1, keepdim=True)], dim=-1)
     best, groups = maxima.topk(k + 1, dim=-1)
     tied = (best[..., k] == best[..., k - 1]) & (best[..., k] > masked_below)
-    columns = (groups[..., :k, None] * size + torch.arange(size)).flatten(-2)
+    columns = (groups[..., :k, None] * size + torch.arange(size, device=x.device)).flatten(-2)
     inside = x.gather(-1, columns.clamp(max=width - 1))
     if whole < width:
         inside = inside.masked_fill(columns >= width, -torch.inf)

@@ -139,7 +139,7 @@ def select_sequences(lead: tuple[int | slice, ...], batch: tuple[int, ...]) -> t
         return slice(0, 1), ()
     if len(batch) == 1:
         return select_from_axis(lead[0], batch[0])
-    places = torch.arange(math.prod(batch)).view(batch)[lead]
+    places = torch.arange(math.prod(batch), device="cpu").view(batch)[lead]
     return to_slice(places), tuple(places.shape)
 
 
