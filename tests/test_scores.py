@@ -121,3 +121,16 @@ def test_a_saturated_softcap_is_flat() -> None:
     torch.testing.assert_close(weights.dense().flatten(), torch.softmax(torch.tensor([2.0, -2.0]), 0))
     weights.lse.sum().backward()
     assert bool((q.grad == 0).all())
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masked_keys_stay_masked_at_any_scale(dtype: torch.dtype, scale: float) -> None:
+    """PyTorch's fused kernels return NaN: they multiply -inf by the scale."""
+    q, k, v = (x.to(dtype) for x in qkv())
+    score, mask = foci.Dot(scale=scale), foci.causal
+    expected = foci.attention(q.double(), k.double(), v.double(), score=score, mask=mask, backend="reference")
+    found = foci.attention(q, k, v, score=score, mask=mask)
+    torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=0.02)
+    with pytest.raises(ValueError, match=f"the fused kernels need a positive scale, got {scale}"):
+        foci.attention(q, k, v, score=score, mask=mask, backend="sdpa")

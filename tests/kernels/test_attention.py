@@ -67,6 +67,14 @@ def test_the_kernels_add_sinks_and_their_gradients(mask: str, monkeypatch: pytes
     check(found, true, eager, problem.dtype)
 
 
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+@pytest.mark.parametrize(("mask", "queries"), [("causal", 37), ("window", 37), ("causal", 1)])
+def test_half_precision_takes_any_scale(scale: float, mask: str, queries: int) -> None:
+    problem = problem_of("none", mask, torch.float16, queries=queries)
+    score, arguments = foci.Dot(scale=scale), problem.arguments
+    check_problem(Problem(problem.tensors, lambda leaves: arguments(leaves) | {"score": score}, problem.dtype))
+
+
 def far_apart(x: Tensor) -> Tensor:
     """The same values, with the heads 2**30 entries apart: from the third head on, offsets exceed int32.
 

@@ -150,6 +150,9 @@ def sdpa_device_refusals(call: Call) -> list[str]:
         return ["the log-sum-exp is not available inside torch.func transforms"]
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return ["query, key or value is empty"]
+    if isinstance(call.score, Dot) and call.score.scale is not None and call.score.scale <= 0:
+        # They multiply the -inf of masked entries, or the largest product, by the scale.
+        return [f"the fused kernels need a positive scale, got {call.score.scale}"]
     device = call.sizes.device.type
     if device == "cuda":
         masked = mask_without_expansion(call) is not None or call.bias is not None

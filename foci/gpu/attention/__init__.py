@@ -132,7 +132,7 @@ def operator_inputs(call: Call, sink: Tensor | None = None) -> tuple[Any, ...]:
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
     seed = call.seed if call.dropout else None
-    scale, softcap = dot.score.factor(dot.q.shape[-1]), dot.score.softcap or 0.0
+    scale, softcap = dot.score.factor(dot.q.shape[-1]), float(dot.score.softcap or 0.0)
     if isinstance(call.bias, Buckets | Relative):
         masks = mask_inputs.build_kernel_masks(call)
         tensors: Sequence[Tensor | None] = (None, masks.key_ranges, masks.query_ids, masks.key_ids, masks.dense)

@@ -211,7 +211,7 @@ def attention_scalars(part: CallPart) -> dict[str, Any]:
         scale=options.scale, softcap=options.softcap,
         threshold=int(options.dropout * 2**32), keep_scale=1.0 / (1.0 - options.dropout),
         SOFTCAP=options.softcap > 0, ALIBI=options.slopes is not None, SINK=options.sink is not None,
-        TABLE=options.table_kind,
+        TABLE=options.table_kind, POSITIVE=options.scale > 0,
         DROPOUT=options.dropout > 0, EVEN=widths == (q.shape[3], v.shape[3]), BD=widths[0], BV=widths[1],
         PRECISION=dot_precision(q), EXACT=q.dtype == torch.float32, DIRECT=q.is_cuda and torch.version.hip is None,
     )  # fmt: skip

@@ -36,21 +36,22 @@ def attend_to_tile(
     query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key, drawn, b, h, threshold, keep_scale,
     offset, Tq, Tk, D, Dv, slope, scale, softcap,
     MASKED: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, POSITIVE: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr,
+    DIRECT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the keys from first_j on: the new peak, total and weighted values."""
     keys = load_tile(k, k_row, first_j, c, Tk, d, D, EVEN, MASKED)
     dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     j = first_j + c[None, :]
-    if BIAS > 0 or SOFTCAP or ALIBI or EXACT:
+    if BIAS > 0 or SOFTCAP or ALIBI or EXACT or not POSITIVE:
         z, _ = tile_logits(
             dots, bias, bias_query, bias_key, i, j, offset, Tq, Tk, slope, scale, softcap,
             MASKED, BIAS, SOFTCAP, ALIBI, EXACT, DIRECT,
         )  # fmt: skip
         factor = 1.0
     else:
-        # The scale is applied together with the peak's subtraction: one instruction less per entry.
+        # The scale is applied together with the peak's subtraction: one instruction less per entry. A negative scale
+        # would turn the largest product into the smallest logit, and 0 times the -inf of a masked entry is NaN.
         z, factor = dots, scale * LOG2_E
     if MASKED:
         seen = visible_keys(
@@ -82,11 +83,12 @@ def attention_forward_kernel(
     scale, softcap, threshold, keep_scale,
     PADDED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr,
-    PACKED: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, POSITIVE: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of queries of one head, or of all heads that share keys (PACKED), and per split of
-    `split_tiles` tiles of keys.
+    `split_tiles` tiles of keys. POSITIVE: the scale is.
 
     out (splits, B, H, Tq, Dv); peaks and log_sums (splits, B, H, Tq): the largest logit of a row and the rest of its
     log-sum-exp.
@@ -149,7 +151,7 @@ def attention_forward_kernel(
                     queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, peak, total, weighted,
                     query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key,
                     drawn, b + first_b, h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale,
-                    softcap, False, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                    softcap, False, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, POSITIVE, EXACT, EVEN, DIRECT, PRECISION,
                 )  # fmt: skip
         for n in range(first, last - (end - full)):
             t = tl.where(n < full, n, n + (end - full))
@@ -157,7 +159,7 @@ def attention_forward_kernel(
                 queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, peak, total, weighted,
                 query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key,
                 drawn, b + first_b, h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
-                True, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                True, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, POSITIVE, EXACT, EVEN, DIRECT, PRECISION,
             )  # fmt: skip
     empty = total == 0.0
     weighted = weighted * (1.0 / tl.where(empty, 1.0, total))[:, None]
