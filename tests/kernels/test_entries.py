@@ -1,5 +1,7 @@
 """Rows of the weights by one kernel against the dense matrix in float64. Runs in Triton's interpreter on a CPU."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -99,6 +101,48 @@ def test_nan_queries_have_nan_rows(on_gpu: list[tuple[range, ...]]) -> None:
     assert weights[0, 0, 2].isnan().all()
     torch.testing.assert_close(weights[0, 0, 1], torch.tensor([0.5, 0.5, 0.0, 0.0], device=DEVICE))
     assert len(on_gpu) == 2
+
+
+class FakeKernel:
+    """Stands for the kernel and for its compiled forms: counts how often it is compiled, and takes any launch."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def launch(*arguments: object, **options: object) -> object:
+            self.compiled += [arguments] if options else []
+            return self
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    fake = FakeKernel()
+    monkeypatch.setattr("foci.kernels.statistics.entries.compute_entries", fake)
+    monkeypatch.setattr(entries, "COMPILED_KERNELS", {})
+    monkeypatch.setattr(entries, "address_failure", lambda index: None)
+    return fake
+
+
+def test_a_compiled_kernel_is_reused_for_the_same_dtypes_only(kernel: FakeKernel) -> None:
+    numbers, kind, float_tensors = (1,), ("kind",), torch.empty(6, 64)
+    for dtypes in [(torch.int64, torch.int64), (torch.int64, torch.int32), (torch.int32, torch.int32)]:
+        ids = [torch.zeros(4, dtype=dtype) for dtype in dtypes]
+        for _ in range(2):
+            tensors = [*float_tensors[:4], *ids, *float_tensors[:2], float_tensors[5]]
+            entries.launch((1, 1, 1), tensors, numbers, kind)
+    assert len(kernel.compiled) == 3
+
+
+def test_a_softcap_that_is_an_integer_is_passed_as_a_float(kernel: FakeKernel, on_gpu: list[tuple[range, ...]]) -> None:
+    """Triton would compile an integer in, and the compiled kernel runs any softcap."""
+    q = torch.randn(1, 1, 4, 8, device=DEVICE)
+    backend = "reference" if DEVICE == "cpu" else None
+    foci.attention(q, q, q, score=foci.Dot(softcap=1), backend=backend, return_weights=True)[1][0, 0, 1]
+    (arguments,) = kernel.compiled
+    assert 1.0 in [x for x in arguments if isinstance(x, float)]
 
 
 def test_changed_tensors_are_noticed(on_gpu: list[tuple[range, ...]]) -> None:

@@ -198,6 +198,16 @@ def test_every_statistic_under_every_mask(make) -> None:
     check_top(got, case, 3)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.int16, torch.int16), (torch.uint8, torch.int32)])
+def test_document_ids_of_any_integer_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    case = documents()
+    expected = case.run(Request(entropy=True))["entropy"]
+    case.options |= {
+        name: case.options[name].to(dtype) for name, dtype in zip(("query_ids", "key_ids"), dtypes, strict=True)
+    }
+    assert torch.equal(case.run(Request(entropy=True))["entropy"], expected)
+
+
 @pytest.mark.parametrize("make", [causal, two_runs, grouped_heads])
 def test_masking_every_tile_gives_the_same_result(make) -> None:
     case, wanted = make(), replace(ALL, picture=(5, 7, "mean"))

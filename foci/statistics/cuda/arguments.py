@@ -28,6 +28,8 @@ from foci.statistics.cuda.tiling import PictureCells, TileConfig
 from foci.statistics.request import MAX_TOP_KEYS, Request
 
 MAX_WIDTH = 256
+# Those of the ids that `documents` takes.
+ID_DTYPES = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 # Kinds of row table, as TABLE in kernels/distance_bias/forward.py: of Relative, and of Buckets.
 BEFORE_SCALE, AFTER_SCALE = 1, 2
 
@@ -105,8 +107,8 @@ def check_arguments(tensors: KernelTensors, causal: bool, bias_kind: int, reques
     check_tensor("lse", lse, [(batch,), (heads,), (queries,)], [torch.float32])
     check_tensor("slopes", slopes, [(heads,)], [torch.float32])
     check_tensor("key_ranges", key_ranges, [one, (1, 2), (2,), (queries,)], [torch.int32])
-    check_tensor("query_ids", query_ids, [one, (queries,)], [torch.int32, torch.int64])
-    check_tensor("key_ids", key_ids, [one, (keys,)], [torch.int32, torch.int64])
+    check_tensor("query_ids", query_ids, [one, (queries,)], ID_DTYPES)
+    check_tensor("key_ids", key_ids, [one, (keys,)], ID_DTYPES)
     distances = 1 if bias is None else bias.shape[-1] | 1
     check_tensor("bias", bias, [one, (heads,), (1, queries), (distances,)], [torch.float32])
     if (bias is None) != (bias_kind == 0) or bias_kind not in (0, BEFORE_SCALE, AFTER_SCALE):

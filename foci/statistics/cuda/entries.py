@@ -69,7 +69,7 @@ def compute_rows(
         call.group, q.shape[2], k.shape[2], q.shape[3], *q.stride()[:3], *k.stride()[:3], *lse.stride()[:2],
         batch_stride(key_ranges), batch_stride(query_ids), batch_stride(key_ids),
         *((0, 0, 0, 0) if dense is None else dense.stride()),
-        score.factor(q.shape[3]), score.softcap or 0.0,
+        score.factor(q.shape[3]), float(score.softcap or 0.0),
         batches.start, heads.start, len(heads), queries.start, queries.step, keys.start, keys.step,
         len(queries), len(keys),
     )  # fmt: skip
@@ -100,7 +100,8 @@ def launch(grid: tuple[int, int, int], tensors: list[Tensor], numbers: tuple[Any
 
     addresses = [x.data_ptr() for x in tensors]
     replayable = all(address % 16 == 0 for address in addresses) and max(numbers) <= MAX_INT32
-    key = kind, tensors[0].device, tensors[0].dtype, tensors[2].dtype, tensors[4].dtype, tensors[7].dtype
+    q, _, lse, _, query_ids, key_ids, _, slopes, _ = tensors
+    key = kind, q.device, q.dtype, lse.dtype, query_ids.dtype, key_ids.dtype, slopes.dtype
     compiled = COMPILED_KERNELS.get(key)
     if compiled is not None and replayable:
         compiled[grid](*addresses, *numbers, *kind)
