@@ -26,10 +26,14 @@ def cache_per_stream(key: Hashable, like: Tensor, make: Callable[[], T]) -> T:
     """
     if bypasses_cache(like) or is_capturing_cuda_graph(like):
         return make()
-    device = like.device
-    full_key = key, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    full_key = key, like.device, current_stream_number(like.device)
     value: T = get_or_make(STREAM_CACHE, MAX_CACHED_TENSORS, full_key, lambda: make_outside_inference_mode(make))
     return value
+
+
+def current_stream_number(device: torch.device) -> int:
+    """The current stream of a device as a number; 0 on a CPU."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def get_or_make(cache: dict[Hashable, T], limit: int, key: Hashable, make: Callable[[], T]) -> T:

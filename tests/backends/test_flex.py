@@ -299,6 +299,16 @@ def test_block_lists_are_cached_until_the_ids_change() -> None:
     assert flex.get_block_lists(call_of(keys=20, mask=foci.documents(ids.clone()) & foci.causal))[1] is not first[1]
 
 
+def test_each_stream_has_its_own_block_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream would not wait until the lists are computed."""
+    flex._block_lists_cache.clear()
+    found = []
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(flex, "current_stream_number", lambda device, stream=stream: stream)
+        found.append(flex.get_block_lists(call_of(mask=foci.window(4)))[1])
+    assert found[0] is found[2] is not found[1]
+
+
 def test_block_lists_are_not_cached_during_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured CUDA graph computes nothing until it is replayed, and then the lengths may differ."""
     lengths = torch.tensor([30, 12])

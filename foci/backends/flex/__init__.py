@@ -28,6 +28,7 @@ from foci.biases import Bias, Buckets, DenseBias
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import MaskFunction
 from foci.masks.tile import Tile
+from foci.runtime.tensor_cache import current_stream_number
 from foci.runtime.tracing import is_capturing_cuda_graph
 from foci.scores import Dot, Score
 
@@ -230,7 +231,9 @@ def get_block_lists(call: Call) -> tuple[Mask | None, BlockLists | None]:
     mask_key = None if captured and not call.mask.is_static else block_lists_key(call.mask)
     if mask_key is None or call.positions is not None or call.batch_ids is not None:
         return numbers_to_tensors(call.mask, call.q.device), build_block_lists(call)
-    key = (mask_key, call.q.shape[2], call.k.shape[2], call.q.device, call.needs_grad)
+    # Another stream would not wait until the lists are computed.
+    stream = current_stream_number(call.q.device)
+    key = (mask_key, call.q.shape[2], call.k.shape[2], call.q.device, stream, call.needs_grad)
     cached = _block_lists_cache.pop(key, None)
     if cached is None:
         # A tensor created in inference mode could not be used in a later training step.
