@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch.library import Library, fallthrough_kernel
+from torch.overrides import TorchFunctionMode
 
 # Nothing else uses this key: PyTorch reserves it for tests of its dispatcher. It comes before autocast and torch.func,
 # as a torch function mode does.
@@ -45,6 +46,23 @@ class Interceptor(Protocol):
     def intercept(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
+class CallTracer(TorchFunctionMode):
+    """A torch function mode on the stack while a watched model is compiled: calls are traced as it runs them."""
+
+    def trace_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+def find_tracer() -> CallTracer | None:
+    """The tracer of the graph that is being compiled; compilers trace this function, too."""
+    if torch._C._is_torch_function_mode_enabled():
+        for index in range(torch._C._len_torch_function_stack()):
+            mode = torch._C._get_function_stack_at(index)
+            if isinstance(mode, CallTracer):
+                return mode
+    return None
+
+
 class Handling(threading.local):
     """How many interceptors of this thread, from the innermost one, are handling a call already."""
 
@@ -64,11 +82,18 @@ def get_interceptors() -> tuple[Interceptor, ...]:
 
 def is_intercepting() -> bool:
     """Whether `intercept` must get the calls of this thread."""
-    return not torch.compiler.is_compiling() and is_key_included(KEY) and HANDLING.depth < len(get_interceptors())
+    if torch.compiler.is_compiling():
+        return find_tracer() is not None
+    return is_key_included(KEY) and HANDLING.depth < len(get_interceptors())
 
 
 def intercept(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hands a call to the innermost interceptor that is not handling one, where `is_intercepting` says there is one."""
+    if torch.compiler.is_compiling():
+        tracer = find_tracer()
+        assert tracer is not None
+        with torch._C.DisableTorchFunction():
+            return tracer.trace_call(function, args, kwargs)
     depth = HANDLING.depth
     interceptor = get_interceptors()[-1 - depth]
     HANDLING.depth = depth + 1
@@ -128,6 +153,8 @@ def register_kernels() -> tuple[Library, Library]:
     every.fallback(fallthrough_kernel, KEY_NAME)
     for operator, function in INTERCEPTED_OPERATORS.items():
         aten.impl(operator, partial(run_intercepted, function), KEY_NAME)
+    # A torch.autograd.Function inside of torch.func is a higher-order operator: the fallback does not count for these.
+    sys.modules["torch._functorch.autograd_function"].custom_function_call.fallthrough(KEY)
     return every, aten
 
 

@@ -47,3 +47,26 @@ def counts_references(stash) -> bool:
     if not counted:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     return counted
+
+
+class Double(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def test_autograd_functions_run_inside_of_vmap() -> None:
+    """As transformers builds some masks."""
+    with interception.add_interceptor(Interceptor()):
+        out = torch.vmap(Double.apply)(torch.ones(3))
+    assert out.tolist() == [2.0, 2.0, 2.0]
