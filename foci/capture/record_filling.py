@@ -10,6 +10,7 @@ from torch import nn
 
 from foci.capture.cross_attention import ModuleInputs
 from foci.capture.naming import strip_compile_wrapper
+from foci.record.labels import Labels, name_frames
 from foci.record.layer import Layer, join_steps
 from foci.record.record import Record
 
@@ -106,6 +107,7 @@ def add_layers(recorder: Recorder, record: Record) -> None:
         layer.labels = record.labels
         record.layers[name] = layer
     record.labels.update(token_ids.build_labels())
+    label_frames(recorder, record)
     add_step_layers(recorder, record)
     label_windows(recorder, record)
     label_patches(recorder, record)
@@ -155,6 +157,35 @@ def label_windows(recorder: Recorder, record: Record) -> None:
         layer.queries = layer.keys = f"patches {rows}x{columns}"
         if layer.keys not in record.labels:
             record.labels[layer.keys] = recorder.patch_grid.label_grid(rows, columns, batch)
+
+
+def label_frames(recorder: Recorder, record: Record) -> None:
+    """Labels the states of audio encoders with their times.
+
+    An encoder that attends in windows, whose layers are recorded window by window, has a sequence for each of them.
+    """
+    for name, seconds in recorder.frame_seconds.items():
+        heard: dict[tuple[str, int], int] = {}
+        known: dict[tuple[int, int], str] = {}
+        for layer in record.layers.values():
+            if name not in (layer.queries, layer.keys):
+                continue
+            batch, _, _, length = layer.shape
+            is_self = layer.queries == layer.keys
+            # The windows of a module are calls in the same pass.
+            calls = (layer.name.partition("#")[0], recorder.logs.by_layer[layer.name].passes[0])
+            first = heard.get(calls, 0) if is_self else 0
+            heard[calls] = first + length
+            window = f"{name} from {first}" if first else name
+            if (first, length) not in known:
+                others = sum(each.partition("#")[0] == window for each in known.values())
+                known[first, length] = f"{window}#{others + 1}" if others else window
+            layer.keys = known[first, length]
+            if is_self:
+                layer.queries = layer.keys
+            if layer.keys not in record.labels:
+                texts = tuple(name_frames(range(first, first + length), seconds))
+                record.labels[layer.keys] = Labels("frames", (texts,) * batch, seconds=seconds)
 
 
 def label_patches(recorder: Recorder, record: Record) -> None:

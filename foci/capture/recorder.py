@@ -105,6 +105,8 @@ class Recorder(ModuleTracker):
         self.patch_grid, self.window_grids = PatchGrid(), WindowGrids()
         # The names of contexts, sequences that only cross-attention reads, by their length.
         self.context_names: dict[int, str] = {}
+        # The seconds of a frame in the sequence of an audio encoder; None if they are not known.
+        self.frame_seconds: dict[str, float | None] = {}
         self.token_ids = TokenIds(tokenizer)
         keeps_text = keep is not None and keep.keeps_text
         self.text_weights = TextWeights(keep, self.token_ids, denoising) if keep is not None and keeps_text else None

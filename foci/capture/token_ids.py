@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foci.capture.host_copy import HostCopier
 from foci.capture.naming import has_component
-from foci.record.labels import Labels, Segment
+from foci.record.labels import SEGMENT_KINDS, Labels, Segment
 
 SOURCE_EMBEDDING = re.compile(r"source|src", re.IGNORECASE)
 
@@ -126,10 +126,11 @@ class TokenIds:
         for number, segments, pictures in self._segments.get(name, ()):
             if number in passes:
                 before = sum(ids.shape[1] for each, ids in self._chunks[name] if each in passes and each < number)
-                images = 1 + max((segment.image for segment in placed), default=-1)
+                earlier = {kind: [s.image for s in placed if s.kind == kind] for kind in SEGMENT_KINDS}
                 for segment in segments:
                     picture = None if segment.picture is None else segment.picture + len(kept)
-                    start, image = segment.start + before, segment.image + images
+                    start = segment.start + before
+                    image = segment.image + 1 + max(earlier[segment.kind], default=-1)
                     placed.append(replace(segment, start=start, image=image, picture=picture))
                 kept += pictures
         fits = all(segment.sequence < labels.batch and segment.stop <= len(labels) for segment in placed)

@@ -41,9 +41,10 @@ class Segment:
         sequence: which sequence of the batch.
         start: the first position.
         rows, columns: the grid of patches; 1 and the number of frames.
-        image: the number of the image or video in the batch.
-        frame: the number of the frame of a video; None for an image.
-        picture: the index of the picture in `Labels.pictures`; None if it was not kept.
+        image: the number of the image or video in the batch; of the recording.
+        frame: the number of the frame of a video, None for an image; of frames of sound, that of the first in its
+            recording, None for 0.
+        picture: the index of the picture in `Labels.pictures`; None if it was not kept. That of sound is a spectrogram.
         box: the part of the picture that the grid covers: top, left, bottom, right from 0 to 1. A tile covers a part.
         stride: positions from one row to the next; None: the rows follow each other.
         order: for each position the number of its patch in the grid, row by row; None: in this order.
@@ -98,7 +99,8 @@ class Segment:
     def texts(self) -> list[str]:
         """The text of each position from start to stop: "row,column", "frame:row,column", a time; "" between rows."""
         if self.kind == "frames":
-            return [f"{i * self.seconds:.2f}s" if self.seconds else str(i) for i in range(self.columns)]
+            first = self.frame or 0
+            return name_frames(range(first, first + self.columns), self.seconds)
         texts, before = [""] * (self.stop - self.start), "" if self.frame is None else f"{self.frame}:"
         for row, line in enumerate(self.positions.tolist()):
             for column, position in enumerate(line):
@@ -339,6 +341,11 @@ class Labels:
         segments = self.grids(batch)[image]
         number = next((each.picture for each in segments if each.frame in (None, frame)), None)
         return None if number is None else self.pictures[number]
+
+
+def name_frames(numbers: Iterable[int], seconds: float | None) -> list[str]:
+    """The texts of audio frames: the times at which they start, or their numbers."""
+    return [f"{number * seconds:.2f}s" if seconds else str(number) for number in numbers]
 
 
 def validate_labels(labels: Labels) -> None:

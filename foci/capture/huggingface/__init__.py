@@ -8,6 +8,7 @@ switch: changes `attn_implementation` for the duration of a block.
 naming: layer names of the attention modules.
 inputs: token ids, patches and frames that the model reads.
 images: image patches among the tokens of a vision-language model.
+sounds: frames of sound among tokens, and the times of audio encoders.
 masks: masks of transformers as masks of foci.
 attention: a call of the attention interface as a call of `foci.attention`.
 trainer: the callback that monitors a Trainer's model.

@@ -1,4 +1,4 @@
-"""Finds the image patches among the tokens that a vision-language model of transformers reads.
+"""Finds the image patches and the frames of sound among the tokens that a model of transformers reads.
 
 The processor of such a model puts one image token into the text for each patch that the language model gets, and the
 model replaces them in order. So the images, in the order of the batch, are laid over the image tokens: first the grids
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.capture.hooks import hook_module
+from foci.capture.huggingface.sounds import FEATURE_MASKS, FEATURES, find_sound_segments
 from foci.record.labels import WHOLE, Segment
 from foci.record.pictures import scale_to_bytes, shrink_picture
 
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
 
 # Models that cut an image into tiles and add the whole image as the last tile.
 TILED_MODELS = frozenset({"internvl", "idefics3", "smolvlm", "llama4"})
-IMAGE_ARGUMENTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_values_videos", "video_grid_thw")
+PIXELS = ("pixel_values", "pixel_values_videos")
+READ_ARGUMENTS = (*PIXELS, "image_grid_thw", "image_sizes", "video_grid_thw", *FEATURES, *FEATURE_MASKS)
+# The arguments with images and recordings, of which a model has at least one if it reads them.
+MEDIA_ARGUMENTS = frozenset({*PIXELS, *FEATURES})
+FEATURE_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 # The side to which tiles and the whole image are reduced to find how the tiles lie.
 COMPARED_SIDE = 24
 
@@ -60,38 +65,42 @@ class Image:
     pictures: list[Tensor] = field(default_factory=list)
 
 
-def watch_images(
+def watch_media(
     block: ExitStack, label: str, model: nn.Module, recorder: Recorder, get_argument: Callable[..., Any]
 ) -> None:
-    """Reports the image patches among the token ids of a model to the recorder, until the block closes.
+    """Reports the patches and frames among the token ids of a model to the recorder, until the block closes.
 
     `get_argument` reads an argument of a forward call.
     """
-    # `generate` encodes the images first, and runs the model without them.
+    # `generate` encodes images and recordings first, and runs the model without them.
     encoded: dict[str, Any] = {}
 
-    def find_patches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def find_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = get_argument(module, args, kwargs, "input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or not recorder.is_counting():
             return
-        given = {name: get_argument(module, args, kwargs, name) for name in IMAGE_ARGUMENTS}
+        given = {name: get_argument(module, args, kwargs, name) for name in READ_ARGUMENTS}
         inputs = {name: encoded.get(name) if value is None else value for name, value in given.items()}
         encoded.clear()
-        if any(isinstance(inputs[name], Tensor) for name in ("pixel_values", "pixel_values_videos")):
-            segments, pictures = find_segments(module.config, ids, inputs, recorder.processor)
-            if segments:
-                recorder.add_segments(label, segments, pictures)
+        if not any(isinstance(inputs[name], Tensor) for name in MEDIA_ARGUMENTS):
+            return
+        segments, pictures = find_segments(module.config, ids, inputs, recorder.processor)
+        frames, spectrograms = find_sound_segments(module.config, ids, inputs)
+        for each in frames:
+            segments.append(each if each.picture is None else replace(each, picture=each.picture + len(pictures)))
+        if segments:
+            recorder.add_segments(label, segments, [*pictures, *spectrograms])
 
-    hook_module(block, recorder, model, find_patches, before=True, with_kwargs=True)
+    hook_module(block, recorder, model, find_media, before=True, with_kwargs=True)
     inner = getattr(model, "base_model", model)
-    for name in ("get_image_features", "get_video_features"):
+    for name in FEATURE_METHODS:
         if hasattr(inner, name):
             vars(inner)[name] = NotingMethod(inner, name, encoded, recorder)
             block.callback(vars(inner).pop, name, None)
 
 
 class NotingMethod:
-    """A method of a model, which also notes the images that it is called with outside of a forward pass."""
+    """A method of a model, which also notes the media that it is called with outside of a forward pass."""
 
     def __init__(self, model: nn.Module, name: str, noted: dict[str, Any], recorder: Recorder) -> None:
         self.model, self.name, self.noted, self.recorder = model, name, noted, recorder
@@ -103,7 +112,7 @@ class NotingMethod:
         recorder = self.recorder
         if recorder.is_open and recorder.is_counting() and next(recorder.running_modules(), None) is None:
             bound = self.__signature__.bind(*args, **kwargs).arguments
-            self.noted.update({name: value for name, value in bound.items() if name in IMAGE_ARGUMENTS})
+            self.noted.update({name: value for name, value in bound.items() if name in READ_ARGUMENTS})
         return self.method(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Callable[..., Any]:

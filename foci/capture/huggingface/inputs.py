@@ -5,8 +5,6 @@ B batch, T length.
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture.hooks import hook_module
-from foci.capture.huggingface.images import watch_images
-from foci.capture.huggingface.naming import SEQUENCE_NAMES, modality_of_model
+from foci.capture.huggingface.images import MEDIA_ARGUMENTS, watch_media
+from foci.capture.huggingface.naming import SEQUENCE_NAMES, list_forward_parameters, modality_of_model
+from foci.capture.huggingface.sounds import find_state_seconds
 from foci.capture.naming import is_inside
 from foci.record.labels import Labels, Segment
 from foci.record.pictures import shrink_picture
@@ -26,14 +25,11 @@ from foci.record.pictures import shrink_picture
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder
 
-SAMPLES_PER_SECOND = 16000
 # A remark on the record of a model whose tower attends in windows.
 WINDOWED_TOWER = (
     "the vision tower attends in windows: each window of such a layer is recorded on its own (#2, #3, ...), without its"
     " place in the image; layers that attend to the whole image have patches"
 )
-# Cached results of `list_forward_parameters`.
-FORWARD_PARAMETERS: dict[type[nn.Module], tuple[str, ...]] = {}
 
 
 @contextmanager
@@ -54,8 +50,8 @@ def watch_inputs(
             for module in modules:
                 action = make_token_id_hook(label, recorder)
                 hook_module(stack, recorder, module, action, before=True, with_kwargs=True)
-                if "pixel_values" in list_forward_parameters(type(module)):
-                    watch_images(stack, label, module, recorder, get_forward_argument)
+                if MEDIA_ARGUMENTS.intersection(list_forward_parameters(type(module))):
+                    watch_media(stack, label, module, recorder, get_forward_argument)
         for module in owners.values():
             tower = tower_label_of(module, encoder_and_decoder)
             if tower is not None:
@@ -73,13 +69,6 @@ def make_token_id_hook(label: str, recorder: Recorder) -> Callable[..., None]:
             recorder.add_token_ids(label, ids)
 
     return hook
-
-
-def list_forward_parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
-    """The names of the arguments of a module's forward; inspecting them takes as long as opening a block."""
-    if module_class not in FORWARD_PARAMETERS:
-        FORWARD_PARAMETERS[module_class] = tuple(inspect.signature(module_class.forward).parameters)[1:]
-    return FORWARD_PARAMETERS[module_class]
 
 
 def get_forward_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -110,20 +99,29 @@ def record_tower_labels(
         if hasattr(model.config, "window_size") and WINDOWED_TOWER not in recorder.record.notes:
             recorder.record.notes.append(WINDOWED_TOWER)
         return
+    if get_ident() != recorder.thread:
+        return
+    if model.config.model_type == "audio-spectrogram-transformer":
+        values = get_forward_argument(model, args, kwargs, "input_values")
+        recorder.set_labels(label, build_spectrogram_labels(model.config, values))
+        return
+    if modality_of_model(model) == "audio":
+        # Recordings that are not a batch lie one after the other.
+        sizes = get_forward_argument(model, args, kwargs, "feature_lens")
+        has_one = not isinstance(sizes, Tensor) or len(sizes) == 1
+        recorder.frame_seconds[label] = find_state_seconds(model.config) if has_one else None
+        return
     states = getattr(out, "last_hidden_state", None)
-    if not isinstance(states, Tensor) or states.dim() != 3 or get_ident() != recorder.thread:
+    if not isinstance(states, Tensor) or states.dim() != 3:
         return
     batch, length = states.shape[:2]
-    if modality_of_model(model) == "vision":
-        images = get_forward_argument(model, args, kwargs, "pixel_values")
-        # An encoder inside the vision model gets its states: the images are those that were cut into patches.
-        images = recorder.patch_grid.images if images is None else images
-        if model.config.model_type == "llama4_vision_model":
-            labels = build_llama4_labels(model.config, images)
-        else:
-            labels = build_patch_labels(model.config, images, batch, length)
+    images = get_forward_argument(model, args, kwargs, "pixel_values")
+    # An encoder inside the vision model gets its states: the images are those that were cut into patches.
+    images = recorder.patch_grid.images if images is None else images
+    if model.config.model_type == "llama4_vision_model":
+        labels = build_llama4_labels(model.config, images)
     else:
-        labels = build_frame_labels(model.config, batch, length)
+        labels = build_patch_labels(model.config, images, batch, length)
     if labels is not None:
         recorder.set_labels(label, labels)
 
@@ -145,6 +143,14 @@ def build_patch_labels(config: Any, images: Any, batch: int, length: int) -> Lab
     texts = (*extra, *coordinates)
     shown = images_to_uint8(images) if images.shape[1] == 3 else None
     return Labels("patches", (texts,) * images.shape[0], grid=(rows, columns), leading=leading, images=shown)
+
+
+def build_spectrogram_labels(config: Any, values: Tensor) -> Labels:
+    """Labels of the Audio Spectrogram Transformer: patches of spectrograms (B, time, bands), the lowest band first."""
+    rows = (config.num_mel_bins - config.patch_size) // config.frequency_stride + 1
+    columns = (config.max_length - config.patch_size) // config.time_stride + 1
+    images = images_to_uint8(values.transpose(1, 2).unsqueeze(1)).expand(-1, -1, -1, 3)
+    return Labels.patches(rows, columns, image=images, extra=["class token", "distillation token"])
 
 
 def name_extra_tokens(config: Any, count: int) -> list[str]:
@@ -191,18 +197,3 @@ def images_to_uint8(images: Tensor) -> Tensor:
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     scaled = (images - low) / (high - low).clamp(min=1e-6) * 255
     return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
-
-
-def build_frame_labels(config: Any, batch: int, length: int) -> Labels:
-    """Labels of audio frames, with their start time if the config tells the duration of a frame."""
-    seconds = seconds_per_frame(config)
-    texts = [f"{i * seconds:.2f}s" if seconds else str(i) for i in range(length)]
-    return Labels("frames", (tuple(texts),) * batch, seconds=seconds)
-
-
-def seconds_per_frame(config: Any) -> float | None:
-    if config.model_type == "whisper":
-        # Frames of 10 ms, and a convolution of stride 2.
-        return 0.02
-    strides = getattr(config, "conv_stride", None)
-    return math.prod(strides) / SAMPLES_PER_SECOND if strides else None

@@ -6,6 +6,7 @@ each; any other model has one unnamed stack.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ MODALITY_BY_INPUT = {
     "input_values": "audio",
     "audio_values": "audio",
 }
+# Cached results of `list_forward_parameters`.
+FORWARD_PARAMETERS: dict[type[Any], tuple[str, ...]] = {}
 SEQUENCE_NAMES = {"text": "input", "vision": "patches", "audio": "frames", "encoder": "source", "decoder": "target"}
 
 
@@ -45,11 +48,20 @@ def find_owner(name: str, models: dict[str, Any]) -> Any:
     return models[max((outer for outer in models if outer == name or is_inside(name, outer)), key=len)]
 
 
+def list_forward_parameters(module_class: type[Any]) -> tuple[str, ...]:
+    """The names of the arguments of a module's forward; inspecting them takes as long as opening a block."""
+    if module_class not in FORWARD_PARAMETERS:
+        FORWARD_PARAMETERS[module_class] = tuple(inspect.signature(module_class.forward).parameters)[1:]
+    return FORWARD_PARAMETERS[module_class]
+
+
 def modality_of_model(owner: Any) -> str:
     """The modality of a transformers model's input."""
     if "Vision" in type(owner.config).__name__:
         return "vision"
-    return MODALITY_BY_INPUT.get(getattr(owner, "main_input_name", "input_ids"), "text")
+    # Some models do not say what their main input is.
+    names = (getattr(owner, "main_input_name", "input_ids"), *list_forward_parameters(type(owner))[:1])
+    return next((MODALITY_BY_INPUT[name] for name in names if name in MODALITY_BY_INPUT), "text")
 
 
 def find_encoder_and_decoder(models: dict[str, Any]) -> dict[str, str]:
