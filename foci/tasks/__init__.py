@@ -3,6 +3,7 @@
 task: the `Task` interface: read data, make batches, loss, decode, score, record attention
 parallel_text: pairs of sentences, read from tables or parallel files, and checked
 translation: sentence to sentence, by a Transformer or an RNN with attention
+copying: unseen names in a translation, spelled as in its source
 generation: language modelling and text continuation
 summarization: document to summary, with copying
 minimum_bayes_risk: picks the answer that agrees most with the other candidates

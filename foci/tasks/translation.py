@@ -5,8 +5,9 @@ B sentences, S tokens of the source, T tokens of the target.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,6 +33,7 @@ from foci.nn.model import Model
 from foci.nn.recurrent import Seq2SeqRNN
 from foci.nn.transformer import EncoderDecoder
 from foci.record.record import Record
+from foci.tasks.copying import copy_names, find_respelled_words, parse_respelled_words
 from foci.tasks.parallel_text import Pair, check_pairs, read_pairs
 from foci.tasks.rdrop import compute_rdrop_loss
 from foci.tasks.task import (
@@ -75,6 +77,7 @@ class TranslationSettings(TaskSettings):
     length_penalty: float = 1.0  # of beam search; 0 prefers short answers
     tokenized: bool = False  # the texts are already tokenized, so BLEU does not tokenize them
     alignment: tuple[int, ...] = ()  # transformer: cross-attention layers whose mean is the alignment; (): the clearest
+    copy_names: bool = False  # spell names that training has not seen as in the source; chosen before training
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,8 +100,10 @@ class Translation(Task[Pair, str]):
     settings_type = TranslationSettings
     settings: TranslationSettings
 
-    def __init__(self, settings: TranslationSettings, tokenizer: Tokenizer) -> None:
-        self.settings, self.tokenizer = settings, tokenizer
+    def __init__(
+        self, settings: TranslationSettings, tokenizer: Tokenizer, respelled: frozenset[str] = frozenset()
+    ) -> None:
+        self.settings, self.tokenizer, self.respelled = settings, tokenizer, respelled
 
     @classmethod
     def read(cls, paths: Sequence[Path], settings: TranslationSettings) -> list[Pair]:
@@ -115,9 +120,14 @@ class Translation(Task[Pair, str]):
         """Trains one tokenizer for both languages."""
         settings = cls.fill_settings(settings, train)
         texts = [text for pair in train for text in (pair.source, pair.target)]
-        return cls(
-            settings, train_tokenizer(settings.tokenizer or "bpe", texts, settings.vocabulary or DEFAULT_VOCABULARY)
-        )
+        tokenizer = train_tokenizer(settings.tokenizer or "bpe", texts, settings.vocabulary or DEFAULT_VOCABULARY)
+        task = cls(settings, tokenizer)
+        return task.learn_respelled_words(train) if settings.copy_names else task
+
+    def learn_respelled_words(self, train: Sequence[Pair]) -> Self:
+        """Returns the task with the words that it must not copy, for `copy_names`."""
+        respelled = find_respelled_words(train, lambda word: len(self.tokenizer.encode(word)) > 1)
+        return type(self)(replace(self.settings, copy_names=True), self.tokenizer, respelled)
 
     @classmethod
     def fill_settings(cls, settings: TranslationSettings, train: Sequence[Pair]) -> TranslationSettings:
@@ -136,11 +146,15 @@ class Translation(Task[Pair, str]):
         return [f"{share:.0%} of the dev tokens are not in the vocabulary: use --set task.tokenizer=bpe"]
 
     def learned_state(self) -> dict[str, str]:
-        return {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
+        files = {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
+        if self.settings.copy_names:
+            files["respelled.json"] = json.dumps(sorted(self.respelled), ensure_ascii=False)
+        return files
 
     @classmethod
     def from_learned_state(cls, settings: TranslationSettings, files: dict[str, str]) -> Self:
-        return cls(settings, tokenizer_from_json(files["tokenizer.json"]))
+        respelled = parse_respelled_words(files.get("respelled.json")) if settings.copy_names else frozenset()
+        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), respelled)
 
     def model(self) -> Model:
         """Builds a Transformer or an RNN whose embeddings are shared by both languages and tied to the output."""
@@ -271,7 +285,29 @@ class Translation(Task[Pair, str]):
         # Twice the source plus a margin: only a model that repeats itself generates more.
         limit = min(2 * max(map(len, sources)) + 10, self.settings.max_length)
         method = Beam(min(self.settings.beam, self.tokenizer.vocabulary), self.settings.length_penalty)
-        return generate(model, sources, new_tokens=limit, method=method, start=START, stop=STOP)
+        answers = generate(model, sources, new_tokens=limit, method=method, start=START, stop=STOP)
+        if not self.settings.copy_names:
+            return answers
+        return [
+            replace(answer, tokens=self._copy_names(model, source, answer.tokens))
+            for source, answer in zip(sources, answers, strict=True)
+        ]
+
+    def _copy_names(self, model: nn.Module, source: list[int], answer: list[int]) -> list[int]:
+        """Spells unseen names as in the source; runs the model once more where one is missing."""
+        texts, spelled = (self.tokenizer.labels(tokens).texts[0] for tokens in (source[:-1], answer))
+        text = copy_names(texts, spelled, self.respelled, lambda: self._read_alignment(model, source, answer))
+        tokens = self.tokenizer.encode(text.removeprefix(" ")) if text != "".join(spelled) else answer
+        return tokens if len(tokens) <= self.settings.max_length else answer
+
+    @torch.no_grad()
+    def _read_alignment(self, model: nn.Module, source: list[int], answer: list[int]) -> Tensor:
+        """The mean weight of each source token (columns) for each token of an answer (rows)."""
+        device = next(model.parameters()).device
+        out = model(*(torch.tensor([row], device=device) for row in (source, [START, *answer])), return_weights=True)
+        cross = [each for name, each in out.weights.items() if name.startswith("cross.")]
+        layers = [cross[number] for number in self.settings.alignment] or cross
+        return torch.stack([layer.dense()[0].mean(0) for layer in layers]).mean(0).cpu()
 
 
 def check_alignment(layers: Sequence[int], model: Any) -> None:
