@@ -109,6 +109,11 @@ def read_input(text: str, report: Callable[[str], None]) -> tuple[str, str]:
         if INPUT_FILE_NAME.fullmatch(text):
             raise ValueError(f"text must be a text or the path of a file, got {text}: no such file")
         return text, "texts"
+    if Path(text).suffix.lower() == ".foci":
+        raise ValueError(
+            f"text must be a text, or the path of a text, image or sound, got {text}, the name of a record:"
+            f" foci view {text}"
+        )
     with Path(text).open("rb") as file:
         found = find_format(file.read(MAGIC_BYTES))
     if found in IMAGE_FORMATS or found in SOUND_FORMATS:

@@ -15,6 +15,7 @@ from foci.record.layer import Layer, join_steps
 from foci.record.record import Record
 
 if TYPE_CHECKING:
+    from foci.capture.layer_logs import LayerLogs
     from foci.capture.recorder import Recorder
 
 LOST_REASON = "its queries, keys or values were changed in place after the call: pass clones to the call"
@@ -33,6 +34,7 @@ def fill_record(recorder: Recorder) -> None:
     for log in logs.by_layer.values():
         log.finish()
     recorder.check_requested_names()
+    check_rows(logs)
     if logs.pending is not None:
         logs.pending.compute()
     logs.host_copier.start()
@@ -45,6 +47,15 @@ def fill_record(recorder: Recorder) -> None:
     record.prompt = generated[0].first_call[0] if generated else None
     logs.host_copier.wait()
     record.filling = False
+
+
+def check_rows(logs: LayerLogs) -> None:
+    """Refuses query numbers that no call had."""
+    length = max((log.first_call[0] for log in logs.by_layer.values()), default=0)
+    numbers = logs.rows if isinstance(logs.rows, list) and length else []
+    outside = [number for number in numbers if not -length <= number < length]
+    if outside:
+        raise ValueError(f"queries must be from {-length} to {length - 1}, got {outside[0]}")
 
 
 def fill_record_later(recorder: Recorder) -> None:

@@ -76,7 +76,8 @@ def watch(
             keeps statistics only, computed at each call and copied to the host in the background.
         layers: which layers to record: numbers, short names ("L5", "cross.L5") or module names; None: all.
         heads: which heads to record: numbers for all layers, or names ("L5H3"); None: all.
-        queries: "all"; "last", the last query of each call; or query numbers, whose exact rows are kept.
+        queries: "all"; "last", the last query of each call; or query numbers. Other than "all", only the exact rows of
+            these queries are kept, whatever `keep` says: no statistic of the others.
         limit: the largest number of bytes to keep; a call that would exceed it is refused.
         ablate: heads ("L5H3") or layers ("L5") whose outputs are zeroed, to measure what they contribute.
         tokenizer: decodes the token ids for the labels: an object with `decode`, or a function from ids to text.
@@ -123,7 +124,17 @@ def watch(
         close_block(block, recorder)
     fill_record(recorder)
     for name, finished in given.items():
+        # The prompt of a diffusion model may be a part of another sequence.
+        if denoising is None or name != "prompt":
+            check_is_sequence(record, name)
         check_labels_fit_any(record.layers.values(), name, finished)
+
+
+def check_is_sequence(record: Record, name: str) -> None:
+    """Refuses labels of a sequence that no layer has."""
+    known = dict.fromkeys(axis for layer in record.layers.values() for axis in (layer.queries, layer.keys))
+    if known and name not in known:
+        raise ValueError(f"labels must be those of a sequence of the model ({', '.join(known)}), got {name!r}")
 
 
 def name_labels(labels: Any) -> dict[str, Labels]:

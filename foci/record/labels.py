@@ -162,6 +162,11 @@ class Labels:
                 " sequence of two tokens"
             )
         rows = [tuple(row) for row in sequences]
+        for text in (text for row in rows for text in row):
+            if not isinstance(text, str):
+                raise TypeError(
+                    f"texts must be texts, got {text!r:.80}: foci.Labels.from_ids(ids, tokenizer) decodes token ids"
+                )
         length = max(map(len, rows), default=0)
         filled = tuple(row + ("",) * (length - len(row)) for row in rows)
         if words is None:

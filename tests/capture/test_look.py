@@ -399,6 +399,13 @@ def test_inputs_of_another_kind_are_refused(
     assert f"foci look: {message}" in capsys.readouterr().err
 
 
+def test_a_damaged_record_is_not_read_as_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.foci"
+    path.write_text("some text")
+    with pytest.raises(ValueError, match=r"got .*damaged\.foci, the name of a record: foci view .*damaged\.foci$"):
+        read_input(str(path), print)
+
+
 def test_a_model_object_is_refused() -> None:
     model: Any = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"^model must be the name or path of a model, got Linear: .* foci\.watch$"):

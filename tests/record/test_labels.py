@@ -146,3 +146,10 @@ def test_inconsistent_labels_are_refused(options: dict[str, Any], message: str) 
 def test_wrong_grids_of_patches_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Labels.patches(**{"rows": 2, "columns": 2} | arguments)
+
+
+def test_token_ids_are_not_taken_for_texts() -> None:
+    with pytest.raises(
+        TypeError, match=r"^texts must be texts, got 1: foci\.Labels\.from_ids\(ids, tokenizer\) decodes"
+    ):
+        Labels.tokens([[1, 2]])  # type: ignore[list-item]
