@@ -96,17 +96,17 @@ def parse_respelled_words(text: str | None) -> frozenset[str]:
 
 
 def copy_names(
-    source: Sequence[str], answer: Sequence[str], respelled: frozenset[str], read_weights: Callable[[], Tensor]
+    source: Sequence[str], answer: Sequence[str], is_unseen: Callable[[str], bool], read_weights: Callable[[], Tensor]
 ) -> str:
     """The answer, in which words that resemble the unseen name that they attend to are replaced by it.
 
     >>> weights = torch.eye(4)
-    >>> copy_names(["Hello", " Ze", "be", "dee"], ["Hallo", " Ze", "be", "de"], frozenset(), lambda: weights)
+    >>> copy_names(["Hi", " Ze", "be", "dee"], ["Hallo", " Ze", "be", "de"], "Zebedee".__eq__, lambda: weights)
     'Hallo Zebedee'
 
     Args:
         source, answer: the texts of the tokens.
-        respelled: words that are spelled differently in the answer (`find_respelled_words`).
+        is_unseen: whether the model has to spell a word, and the answer spells it in the same way.
         read_weights: returns the alignment (T, S); called only if a name is missing in the answer.
     """
     source_words, answer_words = find_words(source), find_words(answer)
@@ -114,7 +114,10 @@ def copy_names(
     names = [
         number
         for number, word in enumerate(source_words)
-        if is_name(word, respelled) and not any(contains_name(other.text, word.text) for other in answer_words)
+        if len(word.text) >= MIN_LETTERS
+        and word.text[0].isupper()
+        and is_unseen(word.text)
+        and not any(contains_name(other.text, word.text) for other in answer_words)
     ]
     if names and answer_words:
         owners = find_owners(read_weights(), answer_words, source_words)
@@ -122,12 +125,6 @@ def copy_names(
         for span, name in sorted(spans, reverse=True):
             text = text[: span[0]] + spell_name(source, source_words[name], text[slice(*span)]) + text[span[1] :]
     return text
-
-
-def is_name(word: Word, respelled: frozenset[str]) -> bool:
-    """Whether a word is one that the model has to spell: capitalised, rare, and the same in both languages."""
-    long = len(word.tokens) > 1 and len(word.text) >= MIN_LETTERS
-    return long and word.text[0].isupper() and word.text.lower() not in respelled
 
 
 def contains_name(word: str, name: str) -> bool:

@@ -126,7 +126,7 @@ class Translation(Task[Pair, str]):
 
     def learn_respelled_words(self, train: Sequence[Pair]) -> Self:
         """Returns the task with the words that it must not copy, for `copy_names`."""
-        respelled = find_respelled_words(train, lambda word: len(self.tokenizer.encode(word)) > 1)
+        respelled = find_respelled_words(train, self._is_rare)
         return type(self)(replace(self.settings, copy_names=True), self.tokenizer, respelled)
 
     @classmethod
@@ -296,9 +296,16 @@ class Translation(Task[Pair, str]):
     def _copy_names(self, model: nn.Module, source: list[int], answer: list[int]) -> list[int]:
         """Spells unseen names as in the source; runs the model once more where one is missing."""
         texts, spelled = (self.tokenizer.labels(tokens).texts[0] for tokens in (source[:-1], answer))
-        text = copy_names(texts, spelled, self.respelled, lambda: self._read_alignment(model, source, answer))
+        text = copy_names(texts, spelled, self._is_unseen, lambda: self._read_alignment(model, source, answer))
         tokens = self.tokenizer.encode(text.removeprefix(" ")) if text != "".join(spelled) else answer
         return tokens if len(tokens) <= self.settings.max_length else answer
+
+    def _is_rare(self, word: str) -> bool:
+        """Whether a word has several tokens; the others are frequent in training."""
+        return len(self.tokenizer.encode(word)) > 1
+
+    def _is_unseen(self, word: str) -> bool:
+        return word.lower() not in self.respelled and self._is_rare(word)
 
     @torch.no_grad()
     def _read_alignment(self, model: nn.Module, source: list[int], answer: list[int]) -> Tensor:

@@ -24,11 +24,11 @@ def split(text: str) -> list[str]:
     ]
 
 
-def copy(source: str, answer: str, links: dict[int, int], *respelled: str) -> str:
+def copy(source: str, answer: str, links: dict[int, int], *seen: str) -> str:
     """Copy names where each word of the answer attends to the source word of the same number, or of `links`."""
     tokens = [[number for number, word in enumerate(text.split(" ")) for _ in split(word)] for text in (source, answer)]
     weights = torch.tensor([[float(links.get(row, row) == column) for column in tokens[0]] for row in tokens[1]])
-    return copy_names(split(source), split(answer), frozenset(respelled), lambda: weights)
+    return copy_names(split(source), split(answer), lambda word: word not in seen, lambda: weights)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def copy(source: str, answer: str, links: dict[int, int], *respelled: str) -> st
     ],
 )
 def test_a_misspelled_name_is_replaced(source: str, answer: str, expected: str) -> None:
-    assert copy(source, answer, {}, "prague") == expected
+    assert copy(source, answer, {}, "Prague") == expected
 
 
 def test_a_name_that_was_split_is_replaced_as_a_whole() -> None:
@@ -71,7 +71,7 @@ def test_a_name_that_is_there_needs_no_weights(answer: str) -> None:
     def refuse() -> Tensor:
         raise AssertionError("the name is there")
 
-    assert copy_names(split("Kestrel calls."), split(answer), frozenset(), refuse) == answer
+    assert copy_names(split("Kestrel calls."), split(answer), bool, refuse) == answer
 
 
 def test_words_that_most_targets_spell_in_their_own_way_are_learned() -> None:
@@ -114,6 +114,7 @@ def test_decoding_and_recording_copy_alike_and_the_model_file_keeps_the_words(
     assert loaded.decode(model, [example]) == ["Ottoline ist hier."]
     record = loaded.record_attention(model, example)
     assert record.answer == "Ottoline ist hier."
+    assert [loaded._is_unseen(word) for word in ("Ottoline", "Prague", "O")] == [True, False, True]
     assert record.labels["translation"].text(0).strip() == "Ottoline ist hier.<stop>"
 
 
