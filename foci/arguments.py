@@ -131,7 +131,9 @@ class Call:
 
     def with_dot(self) -> Call | None:
         """The same call with a dot-product score; None if the score is not equivalent to a dot product."""
-        if isinstance(self.score, Dot):
+        if not self.score.is_dot_product:
+            return None
+        if type(self.score) is Dot:
             return self
         equivalent = self.score.as_dot(self.q, self.k)
         if equivalent is None:

@@ -43,7 +43,7 @@ class Bias:
 
     def fit(self, sizes: CallSizes, q: Tensor, v: Tensor) -> Bias:
         """The same bias, checked against the sizes of a call and with its tensors in normal form."""
-        raise NotImplementedError
+        return self
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by field name; gradients reach them."""

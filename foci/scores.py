@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ class Score:
     True
     """
 
+    # Whether `as_dot` describes the score; the fused kernels run such scores.
+    is_dot_product: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        # A class that changes `raw` or `finish` of a dot product is one only if it also defines `as_dot`.
+        super().__init_subclass__(**options)
+        dot, *others = (defining_class(cls, name) for name in ("as_dot", "raw", "finish"))
+        cls.is_dot_product = dot is not Score and all(issubclass(dot, other) for other in others)
+
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         """(B, H, R, D) and (B, G, C, D) -> (B, H, R, C), before the scale; head h reads key head h // group."""
         raise NotImplementedError
@@ -34,7 +44,7 @@ class Score:
         return raw
 
     def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Dot] | None:
-        """Queries, keys and a Dot score with the same logits; None if the score is not equivalent to a dot product."""
+        """Queries, keys and a Dot score with the same logits; None: the score is not equivalent to a dot product."""
         return None
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
@@ -56,6 +66,11 @@ class Score:
     def _headed_dim() -> int:
         """The number of dimensions of a parameter whose first dimension is the heads."""
         return -1
+
+
+def defining_class(kind: type, method: str) -> type:
+    """The class from which a class has a method."""
+    return next(each for each in kind.__mro__ if method in vars(each))
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,11 +124,12 @@ def replace_tensors(call: Call, tensors: Sequence[Tensor]) -> Call:
     """The call with these queries, keys, values, score and bias tensors, in that order."""
     q, k, v, *others = tensors
     by_name = dict(zip(score_and_bias_tensors(call), others, strict=True))
-    score = {name: by_name[f"score.{name}"] for name in call.score.tensors()}
-    call = replace(call, q=q, k=k, v=v, score=replace(call.score, **score))  # type: ignore[type-var]
-    if call.bias is None:
-        return call
-    return replace(call, bias=replace(call.bias, **{name: by_name[f"bias.{name}"] for name in call.bias.tensors()}))  # type: ignore[type-var]
+    of_score = {name: by_name[f"score.{name}"] for name in call.score.tensors()}
+    of_bias = {} if call.bias is None else {name: by_name[f"bias.{name}"] for name in call.bias.tensors()}
+    # Without tensors they need not be dataclasses.
+    score = replace(call.score, **of_score) if of_score else call.score  # type: ignore[type-var]
+    bias = replace(call.bias, **of_bias) if of_bias else call.bias  # type: ignore[type-var]
+    return replace(call, q=q, k=k, v=v, score=score, bias=bias)
 
 
 @disable_autocast

@@ -24,7 +24,7 @@ from foci.gpu.launcher import KERNEL_DTYPES
 from foci.masks.base import DenseMask
 from foci.runtime import native
 from foci.runtime.tracing import is_traced
-from foci.scores import Dot, Score
+from foci.scores import Dot
 
 NAME = "cpu_c"
 LN_2 = 0.6931471805599453
@@ -90,7 +90,7 @@ def is_large(q: Tensor, k: Tensor) -> bool:
 
 def call_refusals(call: Call) -> list[str]:
     reasons = []
-    if type(call.score).as_dot is Score.as_dot and type(call.score) is not Dot:
+    if not call.score.is_dot_product:
         reasons.append(f"the score {type(call.score).__name__} is not a dot product")
     elif isinstance(call.score, Dot) and call.score.softcap is not None:
         reasons.append("softcap is not supported")

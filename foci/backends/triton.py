@@ -10,18 +10,16 @@ from foci.arguments import Call
 from foci.gpu import additive, attention
 from foci.gpu.self_check import address_failure
 from foci.runtime.device import has_triton, is_triton_interpreted
+from foci.scores import Additive
 
 NAME = "triton"
 
-# Each has `refuses` and `run`, like a backend; the first that supports the call is used.
-LAUNCHERS: tuple[ModuleType, ...] = (additive, attention)
-
 
 def refuses(call: Call) -> list[str]:
-    reasons = triton_device_refusals(call)
-    if find_launcher(call) is None:
-        reasons += dict.fromkeys(reason for launcher in LAUNCHERS for reason in launcher.refuses(call))
-    return reasons
+    launcher, reasons = find_launcher(call), triton_device_refusals(call)
+    if launcher is None:
+        return [*reasons, f"the score {type(call.score).__name__} is not a dot product or Additive"]
+    return reasons + launcher.refuses(call)
 
 
 def refuses_by_default(call: Call) -> list[str]:
@@ -57,7 +55,10 @@ def describe_limits(call: Call) -> dict[str, str]:
 
 
 def find_launcher(call: Call) -> ModuleType | None:
-    return next((launcher for launcher in LAUNCHERS if not launcher.refuses(call)), None)
+    """The kernels for the score of the call, with `refuses` and `run` like a backend; None if there are none."""
+    if type(call.score) is Additive:
+        return additive
+    return attention if call.score.is_dot_product else None
 
 
 def triton_device_refusals(call: Call) -> list[str]:

@@ -117,6 +117,9 @@ class Mask:
         visible = self.dense(queries, keys, batch=batch, head=head).tolist()
         return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in visible)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def __str__(self) -> str:
         size = self._drawing_size()
         return f"{self!r}, {size.queries} queries and {size.keys} keys\n{self.draw()}"

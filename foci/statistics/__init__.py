@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.runtime.tracing import disable_autocast
+from foci.scores import Additive
 from foci.statistics import cpu_c, cuda, streaming
 from foci.statistics.request import Request
 
@@ -46,6 +47,8 @@ def run_first_supported(call: Call, lse: Tensor, request: Request, averaged: boo
     """The first of GPU kernels, compiled C and strips that supports the request."""
     if is_empty_call(call):
         return streaming.empty_statistics(call, request, 1 if averaged else call.q.shape[1])
+    if score_refusals(call):
+        return streaming.compute_statistics(call, lse, request, averaged)
     if not cuda.refuses(call, request, averaged):
         return cuda.compute_statistics(call, lse.detach(), request)
     if not cpu_c.refuses(call, request, averaged):
@@ -53,11 +56,22 @@ def run_first_supported(call: Call, lse: Tensor, request: Request, averaged: boo
     return streaming.compute_statistics(call, lse, request, averaged)
 
 
+def score_refusals(call: Call) -> list[str]:
+    """Why no kernel supports the score: it is one of the caller's own."""
+    if call.score.is_dot_product or type(call.score) is Additive:
+        return []
+    return [f"the score {type(call.score).__name__} is not a dot product or Additive"]
+
+
 def describe_statistics_backend(call: Call, request: Request | None = None) -> str:
     """Says in words how statistics of this call are computed, for `foci.plan`."""
     if is_empty_call(call):
         return "nothing to compute: empty input"
-    refusals = {"triton": cuda.refuses(call, request), "compiled C": cpu_c.refuses(call, request)}
+    of_score = score_refusals(call)
+    refusals = {
+        "triton": of_score or cuda.refuses(call, request),
+        "compiled C": of_score or cpu_c.refuses(call, request),
+    }
     if not refusals["triton"]:
         return cuda.describe_kernel(call, request)
     if not refusals["compiled C"]:

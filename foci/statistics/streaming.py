@@ -104,7 +104,7 @@ def add_sums(
 def compute_log2_weights(call: Call, lse: Tensor, strip: Strip) -> Tensor:
     """log2 of the strip's weights, MASKED_LOG2 where masked; base 2 because exp2 is three times as fast as exp."""
     lse = finite_lse(lse).unsqueeze(-1)
-    if isinstance(call.score, Dot) and call.score.softcap is None and call.bias is None and len(strip.segments) == 1:
+    if type(call.score) is Dot and call.score.softcap is None and call.bias is None and len(strip.segments) == 1:
         return dot_log2_weights(call, lse, strip, strip.segments[0])
     if isinstance(call.bias, DenseBias):
         return renormalized_log2_weights(call, strip)

@@ -30,7 +30,7 @@ from foci.masks.kinds import MaskFunction
 from foci.masks.tile import Tile
 from foci.runtime.tensor_cache import current_stream_number
 from foci.runtime.tracing import is_capturing_cuda_graph
-from foci.scores import Dot, Score
+from foci.scores import Dot
 
 NAME = "flex"
 
@@ -67,7 +67,7 @@ def refuses_by_default(call: Call) -> list[str]:
 
 def call_refusals(call: Call) -> list[str]:
     reasons = []
-    if type(call.score).as_dot is Score.as_dot:
+    if not call.score.is_dot_product:
         reasons.append(f"the score {type(call.score).__name__} is not a dot product")
     if call.dropout:
         reasons.append("FlexAttention does not support dropout")

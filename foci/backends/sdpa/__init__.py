@@ -27,7 +27,7 @@ from foci.biases import DenseBias
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import Causal, Padding, causal
 from foci.runtime.tracing import is_inside_torch_func, is_traced, is_vmapped
-from foci.scores import Additive, Dot
+from foci.scores import Dot
 
 NAME = "sdpa"
 
@@ -36,8 +36,8 @@ def refuses(call: Call) -> list[str]:
     if is_plain_call(call):
         return []
     reasons = []
-    if isinstance(call.score, Additive):
-        reasons.append("the score is additive, not a dot product")
+    if not call.score.is_dot_product:
+        reasons.append(f"the score {type(call.score).__name__} is not a dot product")
     elif isinstance(call.score, Dot) and call.score.softcap is not None:
         reasons.append("the fused kernels do not support softcap")
     if call.mask is not None and causal_alignment(call) is None and mask_without_expansion(call) is None:
