@@ -19,7 +19,7 @@ def refuses(call: Call) -> list[str]:
     launcher, reasons = find_launcher(call), triton_device_refusals(call)
     if launcher is None:
         return [*reasons, f"the score {type(call.score).__name__} is not a dot product or Additive"]
-    return reasons + launcher.refuses(call)
+    return [*reasons, *launcher.refuses(call)]
 
 
 def refuses_by_default(call: Call) -> list[str]:
