@@ -292,6 +292,27 @@ def test_gradients_of_torch_func(case: str) -> None:
     torch.testing.assert_close(torch.func.jacrev(total)(q), expected)
 
 
+# PyTorch's own formulas of forward mode are scripts.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("case", ["plain", "window", "sink"])
+def test_forward_mode_differentiation(case: str) -> None:
+    tensors, build = CASES[case]
+    q, k, v = qkv(dtype=torch.float64)
+    rest = [tensor.double() for tensor in tensors]
+    tangent = torch.randn_like(q)
+
+    def attend(q: Tensor, backend: str | None = None) -> Tensor:
+        return foci.attention(q, k, v, backend=backend, **build(*rest))
+
+    leaf = q.clone().requires_grad_()
+    jacobian = torch.autograd.functional.jacobian(lambda q: attend(q, "reference"), leaf)
+    expected = torch.einsum("...bhtd,bhtd->...", jacobian, tangent)
+    torch.testing.assert_close(torch.func.jvp(attend, (q,), (tangent,))[1], expected)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, tangent)
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(attend(dual)).tangent, expected)
+
+
 def test_a_large_matrix_kept_by_torch_func_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.func does not recompute in the backward; a small matrix is kept without a warning."""
     q, k, v = qkv()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,8 +40,13 @@ def is_capturing_cuda_graph(tensor: Tensor) -> bool:
 
 
 def is_inside_torch_func() -> bool:
-    """Whether a torch.func transform (grad, jacrev, vmap) is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a torch.func transform (grad, jacrev, vmap) or forward-mode differentiation is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or is_forward_differentiated()
+
+
+def is_forward_differentiated() -> bool:
+    """Whether forward-mode differentiation (torch.func.jvp, dual numbers) is active."""
+    return forward_ad._current_level >= 0
 
 
 def is_recomputation() -> bool:

@@ -26,7 +26,7 @@ from foci.backends.sdpa.padding import needs_backward
 from foci.biases import DenseBias
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import Causal, Padding, causal
-from foci.runtime.tracing import is_inside_torch_func, is_traced, is_vmapped
+from foci.runtime.tracing import is_forward_differentiated, is_inside_torch_func, is_traced, is_vmapped
 from foci.scores import Dot
 
 NAME = "sdpa"
@@ -112,6 +112,7 @@ def is_common_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> bool:
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
         and not torch.compiler.is_compiling()
         and not is_vmapped(q)
+        and not is_forward_differentiated()
     )
 
 
@@ -146,6 +147,8 @@ def bias_refusals(call: Call) -> list[str]:
 def sdpa_device_refusals(call: Call) -> list[str]:
     if call.is_vmapped:
         return ["torch.func.vmap is not supported: pass the batch dimension to the call instead"]
+    if not torch.compiler.is_compiling() and is_forward_differentiated():
+        return ["the fused kernels do not support forward-mode differentiation"]
     if call.needs_lse and call.is_transformed:
         return ["the log-sum-exp is not available inside torch.func transforms"]
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
