@@ -213,10 +213,16 @@ def are_compatible(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
 
 
+def describe_type(value: object) -> str:
+    """The type of what is no tensor, for an error message, and how to make a tensor of it."""
+    is_array = isinstance(value, list) or hasattr(value, "__array__")
+    return type(value).__name__ + (": use torch.as_tensor" if is_array else "")
+
+
 def raise_for_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            raise TypeError(f"{name} must be a tensor, got {describe_type(tensor)}")
         if tensor.dim() != query.dim() or tensor.dim() < 2:
             raise ValueError(
                 "query, key and value must have the same number of dimensions, at least (T, D),"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +29,11 @@ def ints(*shape: int) -> Tensor:
 
 # What is wrong, the arguments that are, and what the error says; the rest of the call is good.
 INPUTS: list[tuple[str, dict[str, Any], str]] = [
-    ("a list", {"query": [1.0]}, "query must be a tensor, got list"),
+    ("a list", {"query": [1.0]}, "query must be a tensor, got list: use torch.as_tensor"),
+    ("an array", {"query": Q.numpy()}, "query must be a tensor, got ndarray: use torch.as_tensor"),
+    ("an array as mask", {"mask": np.ones((5, 7), bool)}, r"must be a Mask or .*, got ndarray: use torch.as_tensor"),
+    ("a row per sequence", {"mask": ones(2, 7).bool()}, r"got shape \(2, 7\): .* by \[\.\.\., None, None, :\]"),
+    ("a matrix per sequence", {"bias": ones(2, 5, 7)}, r"got shape \(2, 5, 7\): .* by \[\.\.\., None, :, :\]"),
     ("no tensor", {"value": None}, "value must be a tensor, got NoneType"),
     (
         "one dimension",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from foci.decoding.sampling import Sampler, Sampling
 from foci.decoding.static_cache import StaticSteps
 from foci.decoding.steps import CachedSteps, PreparedPrompt, Prompt, UncachedSteps, prepare_prompt
 from foci.decoding.stopping import Answer, AnswerBatch, DecodeFunction, StopConditions
+from foci.runtime.argument_names import hide_catch_all, refuse_arguments
 from foci.runtime.interception import get_interceptors
 
 GREEDY = Sampling(temperature=0.0)
@@ -25,6 +26,7 @@ GREEDY = Sampling(temperature=0.0)
 GPU_STOP_CHECK_INTERVAL = 16
 
 
+@hide_catch_all
 def generate(
     model: nn.Module,
     prompt: Prompt,
@@ -37,6 +39,7 @@ def generate(
     cache: bool = True,
     capture: bool | None = None,
     compiled: bool = False,
+    **unknown: Never,
 ) -> list[Answer]:
     """Generate one answer per prompt by greedy decoding, sampling or beam search.
 
@@ -71,6 +74,10 @@ def generate(
             The buffers and graphs of the last batch are kept with the model for the next batch of the same shape.
         compiled: also compile the step with torch.compile: takes a minute for every new shape, then runs faster.
     """
+    if unknown:
+        refuse_arguments(generate, (), unknown)
+    if cache and not callable(getattr(model, "caches", None)):
+        raise TypeError(f"model must be a model of foci.nn with logits, got {type(model).__name__}")
     conditions = StopConditions(stop, decode)
     with torch.no_grad(), eval_mode(model):
         prepared = prepare_prompt(model, prompt, start)

@@ -198,6 +198,8 @@ def describe_other(mask: object) -> str:
         return repr(mask) + "".join(
             f": use foci.{MASK_FACTORIES[name]}" for name in get_close_matches(mask, MASK_FACTORIES, 1)
         )
+    if hasattr(mask, "__array__"):
+        return f"{type(mask).__name__}: use torch.as_tensor"
     if callable(mask):
         name = getattr(mask, "__name__", type(mask).__name__)
         return f"the function {name}: use foci.{MASK_FACTORIES.get(name, 'mask_function(f)')}"

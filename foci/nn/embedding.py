@@ -13,6 +13,7 @@ from foci.nn.block import ACTIVATION_FUNCTIONS, build_norm
 from foci.nn.config import TransformerConfig
 from foci.nn.positions import LearnedPositions, SinusoidalPositions
 from foci.runtime.tracing import is_traced
+from foci.scores import describe_value
 
 
 class Embedding(nn.Module):
@@ -57,16 +58,20 @@ class Embedding(nn.Module):
         changed = self.tokens is not None or self.positions is not None
         return F.dropout(x, self.dropout, self.training) if changed else x
 
-    def _embed_tokens(self, tokens: Tensor) -> Tensor:
+    def check_input(self, tokens: Tensor) -> None:
+        """Refuse what are neither tokens (B, T) nor, without a vocabulary, vectors (B, T, width)."""
+        is_tensor = isinstance(tokens, Tensor)
         if self.tokens is None:
-            if tokens.dim() != 3 or tokens.shape[-1] != self.width or not tokens.is_floating_point():
-                raise ValueError(
-                    f"tokens must be vectors (B, T, {self.width}) for a model without a vocabulary,"
-                    f" got {tokens.dtype} {tuple(tokens.shape)}"
-                )
+            if not is_tensor or tokens.dim() != 3 or tokens.shape[-1] != self.width or not tokens.is_floating_point():
+                expected = f"vectors (B, T, {self.width}) for a model without a vocabulary"
+                raise ValueError(f"tokens must be {expected}, got {describe_value(tokens)}")
+        elif not is_tensor or tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be integers (B, T), got {describe_value(tokens)}")
+
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
+        self.check_input(tokens)
+        if self.tokens is None:
             return tokens * self.scale if self.scale != 1.0 else tokens
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}")
         check_tokens(tokens, self.tokens.num_embeddings)
         x: Tensor = self.tokens(tokens)
         return x * self.scale if self.scale != 1.0 else x

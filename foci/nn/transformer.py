@@ -102,6 +102,7 @@ class Decoder(Stack):
             only_last: compute logits (B, 1, vocabulary) of the last token only, as generation needs for a prompt.
             return_weights: also return every layer's weights, by name.
         """
+        self.embedding.check_input(tokens)
         layout, count = Layout(padding, documents), tokens.shape[1]
         memory_mask = None if memory is None else memory.layout.build_mask(layout)
         if caches is None:

@@ -149,6 +149,8 @@ class Record:
     def __getitem__(self, name: str) -> Layer:
         """A layer or head by name: "L5", "L5H3", "cross.L0H2", a module name; "L5#2" for a second call."""
         self._check_filled()
+        if not isinstance(name, str):
+            raise TypeError(f"name must be that of a layer or head, got {name!r}: seen.layers has all layers")
         if name in self.layers:
             return self.layers[name]
         match, known = RECORD_KEY.fullmatch(name), list(self._short_names().values())

@@ -16,7 +16,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 CAUSAL = "use mask=foci.causal, or foci.causal.at(0) to align the first query with the first key as PyTorch does"
 PADDING = "use mask=foci.padding(lengths), or a bool tensor (B, 1, 1, Tk) with True = visible"
 WEIGHTS = "use return_weights=True, which returns the weights of every head as the second result"
-# What foci has instead of the arguments of PyTorch, FlashAttention and FlexAttention.
+# What foci has instead of the arguments of PyTorch, FlashAttention, FlexAttention and transformers.
 NAMES_ELSEWHERE = {
     "is_causal": CAUSAL,
     "causal": CAUSAL,
@@ -36,6 +36,13 @@ NAMES_ELSEWHERE = {
     "mask_mod": "use mask=foci.mask_function(f)",
     "block_mask": "use mask=foci.mask_function(f)",
     "score_mod": "use bias= or score=",
+    # Of transformers' generate.
+    "max_new_tokens": "use new_tokens=",
+    "max_length": "use new_tokens=, which does not count the prompt",
+    "num_beams": "use method=foci.decoding.Beam(...)",
+    "eos_token_id": "use stop=",
+    **dict.fromkeys(("do_sample", "temperature", "top_k", "top_p", "min_p"), "use method=foci.decoding.Sampling(...)"),
+    "repetition_penalty": "use method=foci.decoding.Sampling(repetition=...)",
 }
 
 

@@ -83,11 +83,24 @@ def is_positive_int(number: Any) -> bool:
     return is_int(number) and number > 0
 
 
+def suggest_axes(shape: tuple[int, ...], sizes: CallSizes) -> str:
+    """The end of an error message for a tensor that lacks the axis of the heads, and perhaps of the queries."""
+    *batch, heads, _, keys = (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
+    if heads is None or not batch:
+        return ""
+    if shape == (*batch, keys):
+        return ": for a row per sequence, index it by [..., None, None, :]"
+    if shape == (*batch, sizes.queries, keys):
+        return ": for a matrix per sequence, index it by [..., None, :, :]"
+    return ""
+
+
 def to_four_dimensions(tensor: Tensor, sizes: CallSizes, name: str) -> Tensor:
     """A tensor that broadcasts to the attention matrix, as (B or 1, H or 1, Tq or 1, Tk or 1)."""
     full = sizes.matrix_shape
     if not is_broadcastable(tensor.shape, full):
-        raise ValueError(f"{name} must broadcast to {full}, got shape {tuple(tensor.shape)}")
+        hint = suggest_axes(tuple(tensor.shape), sizes)
+        raise ValueError(f"{name} must broadcast to {full}, got shape {tuple(tensor.shape)}{hint}")
     tensor = tensor.reshape((1,) * (len(full) - tensor.dim()) + tuple(tensor.shape))
     if sizes.heads is None:
         tensor = tensor.unsqueeze(-3)

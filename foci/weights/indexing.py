@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foci.runtime.checks import check_values
 from foci.runtime.tracing import is_traced
+from foci.scores import describe_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,15 @@ def parse_leading_index(index: Any, size: int) -> int | slice:
     if isinstance(item, slice):
         return check_slice(item)
     if not is_int(item):
-        raise TypeError(f"an index of a batch or head axis must be an integer or a slice, got {item!r}")
+        raise TypeError(f"an index of a batch or head axis must be an integer or a slice, got {describe_index(item)}")
     if not -size <= item < size:
         raise IndexError(f"an index of a batch or head axis must be from {-size} to {size - 1}, got {item}")
     return item % size
+
+
+def describe_index(item: Any) -> str:
+    """An index for an error message, without the entries of a tensor."""
+    return describe_value(item) if isinstance(item, Tensor) else repr(item)
 
 
 def parse_axis_index(item: Any, size: int, name: str, device: torch.device) -> AxisIndex:

@@ -12,7 +12,7 @@ import math
 import operator
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from foci.arguments import Call
 from foci.masks.base import Mask
 from foci.masks.tile import CallSizes
 from foci.runtime.checks import PICTURE_SUFFIXES, is_positive_int, parse_suffix, to_numpy
+from foci.runtime.spelling import suggest_name
 from foci.runtime.tracing import name_reversed_matmul
 from foci.scores import Score
 from foci.statistics import Request
@@ -129,6 +130,12 @@ class Weights:
         if self._headed and len(self.batch_shape) == 1:
             return result
         return result.reshape((*self._lead, *result.shape[2:]))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises AttributeError; for what a tensor has, it names the matrix as a tensor."""
+        is_tensors = not name.startswith("_") and hasattr(Tensor, name)
+        hint = ": weights.dense() is the matrix as a tensor" if is_tensors else suggest_name(name, dir(self))
+        raise AttributeError(f"'Weights' object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         mask = f", {self.tensors.call.mask!r}" if self.tensors.call.mask is not None else ""

@@ -398,6 +398,10 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], text: str) -> 
 
 
 def test_wrong_methods_and_models_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"model must be a model of foci.nn with logits, got Linear"):
+        foci.generate(torch.nn.Linear(2, 2), [1, 2])
+    with pytest.raises(TypeError, match="got max_new_tokens: use new_tokens="):
+        foci.generate(build_model("decoder"), [1, 2], max_new_tokens=3)
     with pytest.raises(ValueError, match=r"Sampling.temperature must be between 0.0 and inf, got -1"):
         Sampling(-1)
     with pytest.raises(ValueError, match=r"Sampling.top_p must be between 0.0 and 1.0, got 1.5"):

@@ -370,6 +370,8 @@ def test_without_a_vocabulary_inputs_and_outputs_are_vectors() -> None:
         model(PADDED)
     with pytest.raises(ValueError, match=r"tokens must be integers \(B, T\), got torch.float32 \(2, 7, 16\)"):
         build_stack("encoder", "learned")(x)
+    with pytest.raises(ValueError, match=r"tokens must be integers \(B, T\), got list"):
+        build_stack("decoder", "learned")([1, 2])
 
 
 def test_segments() -> None:

@@ -43,6 +43,8 @@ def test_layers_and_heads_by_name() -> None:
     for wrong in ("L2", "L0H3", "cross.L0", "nothing", "L0#2"):
         with pytest.raises(KeyError):
             record[wrong]
+    with pytest.raises(TypeError, match=r"name must be that of a layer or head, got 0: seen.layers has all layers"):
+        record[0]
     with pytest.raises(KeyError, match=r"a layer \(L0, L1\) or a head such as L0H0, got 'L9H1'"):
         record["L9H1"]
 

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "an axis too many": ((0, 0, 0, 0, 0), IndexError, r"index must be up to 4 indices .* weights \(2, 4, 11, 17\)"),
     "dots twice": ((..., 0, ...), IndexError, "and one ... for weights .*, got"),
     "a list of heads": ((slice(None), [0, 1]), TypeError, r"an integer or a slice, got \[0, 1\]"),
-    "a tensor of sequences": (torch.tensor([0, 1]), TypeError, "an integer or a slice, got tensor"),
+    "a tensor of sequences": (torch.tensor([0, 1]), TypeError, "an integer or a slice, got torch.int64"),
     "nothing": (None, TypeError, "an integer or a slice, got None"),
     "true": (True, TypeError, "an integer or a slice, got True"),
     "a new axis": ((..., None), TypeError, "a key index must be an integer, a slice or a list"),
@@ -149,3 +149,13 @@ def test_evenly_spaced_indices_become_a_slice() -> None:
     uneven = to_slice(torch.tensor([[0, 1], [3, 4]]))
     assert isinstance(uneven, torch.Tensor)
     assert uneven.tolist() == [0, 1, 3, 4]
+
+
+def test_errors_name_what_is_there() -> None:
+    weights, _ = MATRICES["deep"]
+    with pytest.raises(TypeError, match=r"must be an integer or a slice, got torch.float32 \(3,\)"):
+        weights[torch.zeros(3)]
+    with pytest.raises(AttributeError, match=r"no attribute 'softmax': weights.dense\(\) is the matrix as a tensor"):
+        weights.softmax(-1)
+    with pytest.raises(AttributeError, match=r"no attribute 'entorpy': did you mean entropy\?"):
+        weights.entorpy()
