@@ -140,6 +140,19 @@ def test_other_layouts_are_other_kinds(launches: FakeLaunches) -> None:
     assert len(repeated_calls.REPEATED_CALLS) == len(launches.launched) == 5
 
 
+def part_of_projection(value_width: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (2, 4, 20, 16 or the width) as parts of one projection: no dense tensors."""
+    parts = torch.randn(2, 20, 4, 32 + value_width, **options).transpose(1, 2).split([16, 16, value_width], -1)
+    return parts[0], parts[1], parts[2]
+
+
+@pytest.mark.parametrize("value_width", [16, 32])
+def test_later_outputs_have_the_layout_of_the_first(launches: FakeLaunches, value_width: int) -> None:
+    first, second = (foci.attention(*part_of_projection(value_width), mask=foci.window(3)) for _ in range(2))
+    assert launches.launched
+    assert (second.shape, second.stride()) == (first.shape, first.stride())
+
+
 def test_an_address_that_is_not_aligned_takes_the_full_path(launches: FakeLaunches) -> None:
     room = torch.randn(2 * 4 * 20 * 16 + 1)
     q, shifted = room[:-1].view(2, 4, 20, 16), room[1:].view(2, 4, 20, 16)
@@ -182,6 +195,21 @@ def test_later_calls_equal_the_reference_on_a_gpu(kind: str) -> None:
         }[kind]
         found = foci.attention(q, k, v, mask=mask, score=score)
         true = foci.attention(*(x.double() for x in (q, k, v)), mask=mask, score=score, backend="reference")
+        torch.testing.assert_close(found.double(), true, atol=2e-2, rtol=2e-2)
+    (known,) = repeated_calls.REPEATED_CALLS.values()
+    assert known is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value_width", [16, 32])
+def test_later_calls_with_parts_of_a_projection_equal_the_reference_on_a_gpu(
+    value_width: int, dtype: torch.dtype
+) -> None:
+    for _ in range(3):
+        q, k, v = part_of_projection(value_width, device="cuda", dtype=dtype)
+        found = foci.attention(q, k, v, mask=foci.window(3))
+        true = foci.attention(*(x.double() for x in (q, k, v)), mask=foci.window(3), backend="reference")
         torch.testing.assert_close(found.double(), true, atol=2e-2, rtol=2e-2)
     (known,) = repeated_calls.REPEATED_CALLS.values()
     assert known is not None

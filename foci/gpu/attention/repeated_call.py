@@ -33,7 +33,10 @@ class RepeatedCall:
         self.offsets = {"peaks": 0, "log_sums": 4 * rows}
         self.offsets |= {name: 8 * rows + 4 * offset for name, offset in self.plan.workspace.offsets.items()}
         self.size, self.device = 2 * rows + self.plan.workspace.total, q.device
-        self.out_shape = None if self.out.shape == q.shape and self.out.stride() == q.stride() else self.out.shape
+        # The kernels have the strides of the first output; `empty_like` gives another layout where widths differ.
+        similar = torch.empty_like(q)
+        same = similar.shape == self.out.shape and similar.stride() == self.out.stride()
+        self.out_layout = None if same else (self.out.shape, self.out.stride())
         # The compiled launches: none where Triton must inspect every argument.
         self.launches = self.plan.compiled_launches
 
@@ -45,7 +48,7 @@ class RepeatedCall:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, masks: dict[str, Tensor]) -> Tensor | None:
         """The output; None if an address is not aligned as the compiled kernels expect."""
-        out = torch.empty_like(q) if self.out_shape is None else q.new_empty(self.out_shape)
+        out = torch.empty_like(q) if self.out_layout is None else q.new_empty_strided(*self.out_layout)
         buffer = torch.empty(self.size, dtype=torch.float32, device=self.device)
         first = buffer.data_ptr()
         addresses = dict.fromkeys(self.absent, first)
