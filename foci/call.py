@@ -173,7 +173,7 @@ def run_call(call: Call, backend: str | None) -> tuple[Tensor, Tensor | None]:
 
 
 def observe_call(
-    observe: Callable[[Weights], None],
+    observe: Callable[[Weights, Tensor], None],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -183,13 +183,13 @@ def observe_call(
     sink: Tensor | None,
     positions: Positions | None,
 ) -> None:
-    """Passes the weights of a call, computed in addition to the call itself, to a function."""
+    """Passes the weights of a call, computed in addition to the call itself, and its values to a function."""
     with torch.no_grad():
         inputs = query.detach(), key.detach(), value.detach()
         call = prepare_call(*inputs, score, mask, bias, sink, positions, 0.0, True)
         _, lse = run_call(call, None)
         assert lse is not None
-        observe(Weights.from_call(call, lse))
+        observe(Weights.from_call(call, lse), call.v)
 
 
 def apply_sink(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ monitor: the statistics of every head while a model trains.
 alerts: statistics of heads beyond their thresholds.
 statistics_writers: writes monitored statistics to TensorBoard, Weights & Biases or a function.
 compiled_calls: statistics of the calls inside compiled models.
+compiled_watch: blocks of `watch` in which a compiled model runs compiled.
 qk_clip: rescales the projections of heads with large logits.
 huggingface: switches transformers models to foci inside the block.
 hooks: forward hooks that are gone after the block, whatever happens.

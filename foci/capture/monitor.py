@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foci.capture.alerts import DEFAULT_ALERTS, Alert, AttentionWarning, find_alerts, warn_about
-from foci.capture.compiled_calls import is_compiled, make_observer, observe_compiled_calls
+from foci.capture.compiled_calls import Observer, find_device, is_compiled, make_observer, observe_compiled_calls
 from foci.capture.head_selection import HeadSelection, parse_selection
 from foci.capture.recorder import Recorder
 from foci.capture.statistics_writers import write_statistics
@@ -123,8 +123,8 @@ class Monitor:
         self._block = ExitStack()
         # The layers in the order of their calls in one pass, from the first monitored step of a compiled model.
         self._call_order: list[str] = []
-        self._observer: Callable[[Weights], None] | None = None
-        self._compiled_totals: list[Tensor] | None = None
+        self._observer: Observer | None = None
+        self._compiled_totals: list[list[Tensor]] | None = None
         # The totals of the monitored steps since the last `log`, by step, then by layer.
         self._pending: dict[int, dict[str, Tensor]] = {}
         # The heads of each layer that was ever seen: every process sends them all, in this order.
@@ -147,7 +147,7 @@ class Monitor:
             raise RuntimeError("the block of a Monitor must not be opened inside itself")
         self.step += 1
         if self.is_monitored and self.compiled and self.uncompiled is None:
-            self._observer = self._observer or make_observer(self.statistics, find_device(self.model))
+            self._observer = self._observer or make_totals_observer(self.statistics, find_device(self.model))
             self._compiled_totals = self._block.enter_context(observe_compiled_calls(self._observer))
         elif self.is_monitored:
             self._recorder = MonitorRecorder(self.model, self.statistics, self.layers)
@@ -165,7 +165,7 @@ class Monitor:
             totals, self._compiled_totals = self._compiled_totals, None
             self._block.close()
             if kind is None:
-                self._add_compiled_totals(totals)
+                self._add_compiled_totals([each for (each,) in totals])
             return
         recorder = self._close()
         if recorder is None or kind is not None:
@@ -326,10 +326,13 @@ class MonitorRecorder(Recorder):
             self.untraceable = f"{layer_name.short} has a score, mask or bias whose statistics cannot be compiled"
 
 
-def find_device(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter."""
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+def make_totals_observer(statistics: tuple[str, ...], device: torch.device) -> Observer:
+    """The function that computes the totals of a call inside compiled graphs."""
+
+    def compute(weights: Weights, values: Tensor) -> list[Tensor]:
+        return [compute_head_totals(weights, statistics)]
+
+    return make_observer(compute, device)
 
 
 def check_statistics(argument: str, names: Iterable[str]) -> tuple[str, ...]:

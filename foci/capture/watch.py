@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture import huggingface
+from foci.capture.compiled_watch import LEARNED, LearningRecorder, check_compiled, learn_calls, watch_compiled
 from foci.capture.diffusion import Denoising, find_pipeline_denoisers, is_denoiser
 from foci.capture.head_selection import HeadSelection, parse_ablate, parse_selection
 from foci.capture.hooks import hook_module
@@ -45,6 +46,7 @@ def watch(
     processor: Any = None,
     labels: Labels | Mapping[str, Labels] | None = None,
     steps: bool | None = None,
+    compiled: bool = False,
 ) -> Iterator[Record]:
     """Records the attention of a model while it runs; the record is filled when the block ends.
 
@@ -65,7 +67,9 @@ def watch(
     The model's output does not change: it is identical where the kernel is the same (PyTorch's fused kernels on a CPU,
     every call with dropout, nn.MultiheadAttention that returns weights), and within rounding elsewhere (PyTorch's
     inference fast path is off inside the block; CUDA may choose another fused kernel). Compiled models run uncompiled
-    inside the block. Passes that activation checkpointing recomputes in the backward are not counted again.
+    inside the block, and `seen.notes` says so; with `compiled=True`, those whose attention is `foci.attention` run a
+    second compiled graph, which also computes the statistics that `keep` names. Passes that activation checkpointing
+    recomputes in the backward are not counted again.
 
     A pipeline of diffusers is watched like a model: recorded is its denoiser, and each denoising step is a step of the
     record: `seen.at(step=20)`, `seen.mean("steps")`, `seen.image_map("shoe")`.
@@ -86,14 +90,26 @@ def watch(
         labels: finished labels of the sequence that the model reads, or of several by their names, such as
             {"input": Labels.tokens(...)}.
         steps: whether the passes of the model are the denoising steps of one record; None: if it is one of diffusers.
+        compiled: run a compiled model in a second compiled graph, with `keep=foci.Keep(...)`. The first block of a
+            model runs uncompiled, to learn which module makes which call.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("foci.watch cannot be compiled: open the block outside the compiled model, not inside it")
     title = type(getattr(model, "_orig_mod", model)).__name__
     model, denoising = find_denoising(model, steps)
     check_model_and_limit(model, limit)
-    record = Record(model=title)
-    recorder = Recorder(
+    given, record = name_labels(labels), Record(model=title)
+    tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
+    if compiled:
+        others = {"layers": layers is not None, "heads": heads is not None, "queries": queries != "all"}
+        kept = check_compiled(model, keep, others | {"ablate": bool(ablate), "steps": denoising is not None})
+        if model in LEARNED:
+            with watch_compiled(model, record, kept, limit, tokenizer):
+                yield record
+            record.labels.update(given)
+            check_given_labels(record, given, denoising)
+            return
+    recorder = (LearningRecorder if compiled else Recorder)(
         model,
         record,
         keep=parse_keep(keep),
@@ -102,11 +118,10 @@ def watch(
         ),
         rows=parse_queries(queries, keep),
         limit=limit,
-        tokenizer=getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer,
+        tokenizer=tokenizer,
         processor=processor,
         denoising=denoising,
     )
-    given = name_labels(labels)
     for name, finished in given.items():
         recorder.set_labels(name, finished)
         if denoising is not None and name == "prompt":
@@ -123,6 +138,13 @@ def watch(
         # Ctrl+C may come before the first call delays it.
         close_block(block, recorder)
     fill_record(recorder)
+    if isinstance(recorder, LearningRecorder):
+        learn_calls(recorder, model, record)
+    check_given_labels(record, given, denoising)
+
+
+def check_given_labels(record: Record, given: dict[str, Labels], denoising: Denoising | None) -> None:
+    """Refuses labels that fit no layer."""
     for name, finished in given.items():
         # The prompt of a diffusion model may be a part of another sequence.
         if denoising is None or name != "prompt":

@@ -9,5 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# Called with the lazy weights of each call, before dropout and without gradients; None: nothing is computed.
-observe: Callable[[Any], None] | None = None
+# Called with the lazy weights of each call, before dropout and without gradients, and its values (B, G, Tk, Dv); None:
+# nothing is computed.
+observe: Callable[[Any, Any], None] | None = None
