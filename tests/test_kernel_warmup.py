@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -122,6 +123,47 @@ def test_nothing_is_compiled_for_the_interpreter() -> None:
     with mock.patch.object(compilation, "is_triton_interpreted", return_value=True):
         compilation.compile_in_parallel([(launch, ())])
     assert not launch.kernel.warmup.called
+
+
+def test_other_kernels_are_compiled_in_the_background() -> None:
+    """A launch waits for those that compile its own kernels."""
+    started, released = threading.Event(), threading.Event()
+    compiled: list[Any] = []
+    own, other = (launcher.KernelLaunch(mock.Mock(), (1,), (), (), {}) for _ in range(2))
+
+    def compile_slowly(launches: Any, **options: Any) -> None:
+        started.set()
+        assert released.wait(60)
+        assert options == {"loads": False}
+        compiled.extend(launch for launch, _ in launches)
+
+    with mock.patch.object(compilation, "compile_in_parallel", compile_slowly):
+        compilation.compile_in_background(lambda: [CollectedLaunch(own, {}, {})], None)
+        assert started.wait(60)
+        compilation.wait_for_background([other])
+        assert not compiled
+        released.set()
+        compilation.wait_for_background([other, own])
+    assert compiled == [own]
+    assert not compilation.BACKGROUND_COMPILATIONS
+    compilation.compile_in_background(mock.Mock(side_effect=RuntimeError), None)
+
+
+def test_a_forward_knows_the_launches_of_its_backward() -> None:
+    inputs = [x.requires_grad_() for x in qkv(queries=20, keys=20)]
+    later: list[Any] = []
+
+    def run(plan: launcher.LaunchPlan, tensors: dict[str, Tensor], *rest: Any) -> None:
+        later.extend(plan.collect_later(tensors))
+
+    for options in ({"mask": foci.window(3)}, {"score": foci.Additive(randn(8).requires_grad_())}):
+        with mock.patch.object(launcher.LaunchPlan, "run", run):
+            foci.attention(*inputs, backend="triton", **options)
+    assert compilation.LAUNCH_COLLECTOR.run_later is None
+    assert compilation.LAUNCH_COLLECTOR.launches is None
+    names = [each.launch.kernel.__name__ for each in later]
+    assert {"attention_query_gradients", "attention_key_gradients", "one_pass_epilogue"} <= set(names)
+    assert all(not isinstance(x, Tensor) or x.device.type == "meta" for each in later for x in each.arguments())
 
 
 def test_the_command_prints_a_line_per_kind(capsys: pytest.CaptureFixture[str]) -> None:

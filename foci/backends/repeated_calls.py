@@ -18,6 +18,7 @@ from foci.arguments import Call, prepare_call
 from foci.backends import triton
 from foci.gpu import attention
 from foci.gpu.attention.repeated_call import RepeatedCall
+from foci.gpu.compilation import prepare_compiler
 from foci.gpu.mask_inputs import describe_mask
 from foci.runtime.tracing import is_autocast_enabled, is_inside_torch_func, is_vmapped
 from foci.scores import Dot
@@ -93,6 +94,7 @@ def run_first_call(
     if not is_ours or not attention.is_repeatable(call):
         REPEATED_CALLS[key] = None
         return None
+    prepare_compiler()
     repeated = RepeatedCall(call)
     if not repeated.mask_tensors <= masks.keys():
         # The mask was converted to other tensors, which a later call would have to compute.

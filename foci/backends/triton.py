@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.gpu import additive, attention
+from foci.gpu.compilation import prepare_compiler
 from foci.gpu.self_check import address_failure
 from foci.runtime.device import has_triton, is_triton_interpreted
 from foci.scores import Additive
@@ -30,6 +31,7 @@ def refuses_by_default(call: Call) -> list[str]:
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    prepare_compiler()
     launcher = find_launcher(call)
     assert launcher is not None
     return launcher.run(call)  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 arguments: tensor layouts, strides and tile sizes of all kernels
 mask_inputs: converts a mask into key ranges, document ids and a dense tensor
 launcher: launches kernels, and replays compiled ones for later calls of the same shapes
+compiled_launch: launches compiled kernels with little host time
 compilation: compiles kernels in parallel, also ahead of a call
 self_check: checks fast paths once on a version of Triton that they were not run with
 additive: additive attention, forward and backward

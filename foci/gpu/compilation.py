@@ -2,16 +2,19 @@
 
 Triton compiles a kernel for the dtypes and alignment of its tensors and for some of its numbers. A collected launch
 holds just these, so it can be compiled after its tensors are gone, and on a machine without a GPU.
+
+A first forward waits for its own kernels only: those of the backward and of other lengths are compiled in the
+background meanwhile.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,13 +84,73 @@ class CollectedLaunch(NamedTuple):
 
 
 class LaunchCollector(threading.local):
-    """The launches that this thread collects; None where it runs them."""
+    """The launches that this thread collects; None where it runs them.
+
+    `run_later` runs what follows the call of this thread, its backward. If the call has to compile, the launches of
+    `run_later` are collected and compiled in the background.
+    """
 
     launches: list[CollectedLaunch] | None = None
+    run_later: Callable[[], Any] | None = None
+
+
+class BackgroundCompilation(NamedTuple):
+    """A thread that compiles, and the functions that it compiles."""
+
+    thread: threading.Thread
+    kernels: tuple[Any, ...]
 
 
 LAUNCH_COLLECTOR = LaunchCollector()
+BACKGROUND_COMPILATIONS: list[BackgroundCompilation] = []
+# The threads of `prepare_compiler`.
+PREPARING: list[threading.Thread] = []
 FAILED = object()
+
+
+def prepare_compiler() -> None:
+    """Start what the first launch of a process needs, in threads: meanwhile the launch is planned.
+
+    Triton hashes its own files before it looks up a compiled kernel, and compiles a C file for its driver.
+    """
+    start_preparing()
+
+
+# See runtime/device.py.
+prepare_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def start_preparing() -> None:
+    if is_triton_interpreted():
+        return
+    from triton.runtime import driver
+
+    for prepare in (hash_triton, lambda: driver.active.utils):
+        thread = threading.Thread(target=run_quietly, args=(prepare,), name="foci-prepare")
+        PREPARING.append(thread)
+        thread.start()
+
+
+def hash_triton() -> None:
+    """Triton caches the result."""
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+
+
+def run_quietly(function: Callable[[], Any]) -> None:
+    """Run something ahead of time; if it fails, it fails again where it is needed."""
+    with suppress(Exception):
+        function()
+
+
+def finish_preparing() -> None:
+    while PREPARING:
+        PREPARING[-1].join()
+        # Another thread may have removed it.
+        with suppress(IndexError):
+            PREPARING.pop()
 
 
 @contextmanager
@@ -111,39 +174,104 @@ def tensor_layout(x: Tensor) -> TensorLayout:
     return TensorLayout(tuple(x.shape), x.stride(), x.dtype, has_no_memory or x.data_ptr() % 16 == 0)
 
 
-def compile_in_parallel(launches: Sequence[tuple[KernelLaunch, Sequence[Any]]]) -> None:
-    """Compile the kernels of several launches, each with its arguments, in threads: they take as long as the slowest.
+def compile_in_parallel(
+    launches: Sequence[tuple[KernelLaunch, Sequence[Any]]],
+    later: Callable[[], Sequence[CollectedLaunch]] | None = None,
+    loads: bool = True,
+) -> None:
+    """Compile and load the kernels of several launches, each with its arguments, in threads.
 
-    Kernels that are compiled already cost a look-up. The interpreter compiles nothing.
+    It takes as long as the slowest one. Kernels that are compiled already cost a look-up. The interpreter compiles
+    nothing.
+
+    Args:
+        later: returns launches of this kind that run later. If anything is compiled now, they are compiled, too, in the
+            background.
+        loads: whether to load the kernels on the current device, which is not possible while a CUDA graph is captured.
     """
     if not launches or is_triton_interpreted():
         return
-    from triton import AsyncCompileMode
+    from triton import AsyncCompileMode, FutureKernel
 
-    with ThreadPoolExecutor(min(len(launches), 2 * (os.cpu_count() or 1))) as executor:
-        with AsyncCompileMode(ForgivingExecutor(executor)):
-            compiled = [try_compiling(*each) for each in launches]
-        kernels = [finish_compiling(kernel, *each) for kernel, each in zip(compiled, launches, strict=True)]
-        if torch.cuda.is_available():
-            device = torch.cuda.current_device()
-            # Waits for all, and raises the first error.
-            deque(executor.map(lambda kernel: load_on_device(kernel, device), kernels), maxlen=0)
+    finish_preparing()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    threads = min(len(launches), 2 * (os.cpu_count() or 1))
+    with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(ForgivingExecutor(executor, device, loads)):
+        compiled = [try_compiling(*each) for each in launches]
+        is_new = any(kernel is FAILED or isinstance(kernel, FutureKernel) for kernel in compiled)
+        if later is not None and is_new:
+            compile_in_background(later, device)
+    kernels = [finish_compiling(kernel, *each) for kernel, each in zip(compiled, launches, strict=True)]
+    if loads and is_new and device is not None:
+        for kernel in kernels:
+            # Raises the error of a kernel that was not loaded above.
+            load_on_device(kernel, device)
+
+
+def compile_in_background(list_launches: Callable[[], Sequence[CollectedLaunch]], device: int | None) -> None:
+    """Start to compile the kernels of launches that run later; `wait_for_background` waits for them.
+
+    They are not loaded: by then, the caller may capture a CUDA graph.
+    """
+    # What a later call does wrong is not an error of this one.
+    with suppress(Exception):
+        collected = list_launches()
+        if not collected:
+            return
+        compile_all = partial(compile_on, collected, device)
+        thread = threading.Thread(target=run_quietly, args=(compile_all,), name="foci-compile")
+        kernels = tuple(each.launch.kernel for each in collected)
+        BACKGROUND_COMPILATIONS.append(BackgroundCompilation(thread, kernels))
+        thread.start()
+
+
+def compile_on(collected: Sequence[CollectedLaunch], device: int | None) -> None:
+    """Compile collected launches in a new thread, whose current device is the first."""
+    if device is not None:
+        torch.cuda.set_device(device)
+    compile_in_parallel([(each.launch, each.arguments()) for each in collected], loads=False)
+
+
+def wait_for_background(launches: Sequence[KernelLaunch]) -> None:
+    """Wait until the kernels of these launches are no longer compiled in the background."""
+    kernels = {id(launch.kernel) for launch in launches}
+    for compilation in list(BACKGROUND_COMPILATIONS):
+        if kernels & set(map(id, compilation.kernels)):
+            compilation.thread.join()
+            # Another thread may have removed it.
+            with suppress(ValueError):
+                BACKGROUND_COMPILATIONS.remove(compilation)
 
 
 class ForgivingExecutor:
-    """Runs functions in threads and returns None for those that raise: an error would leave Triton's mode on."""
+    """Compiles kernels in threads, with their launchers, and loads them unless that is left to the first launch.
 
-    def __init__(self, executor: ThreadPoolExecutor) -> None:
-        self.executor = executor
+    It returns None for those that fail: an error would leave Triton's mode on.
+    """
+
+    def __init__(self, executor: ThreadPoolExecutor, device: int | None = None, loads: bool = True) -> None:
+        self.executor, self.device, self.loads = executor, device, loads
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         def run() -> Any:
             try:
-                return function()
+                kernel = function()
+                if self.device is not None and self.loads:
+                    load_on_device(kernel, self.device)
+                elif self.device is not None:
+                    run_quietly(partial(compile_launcher, kernel))
             except Exception:  # noqa: BLE001 - whatever it is, compiling the kernel alone raises it again
                 return None
+            return kernel
 
         return self.executor.submit(run)
+
+
+def compile_launcher(kernel: Any) -> None:
+    """Compile the launcher of a kernel with a C compiler, as Triton does up to 3.7 when it loads the kernel."""
+    from triton.runtime import driver
+
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def start_compiling(launch: KernelLaunch, arguments: Sequence[Any]) -> Any:
@@ -171,7 +299,7 @@ def finish_compiling(kernel: Any, launch: KernelLaunch, arguments: Sequence[Any]
 
 
 def load_on_device(kernel: Any, device: int) -> None:
-    """Load a compiled kernel: up to Triton 3.7, this compiles its launcher with a C compiler."""
+    """Load a compiled kernel."""
     torch.cuda.set_device(device)
     # None: a hook of Triton skipped the kernel.
     if kernel is not None:

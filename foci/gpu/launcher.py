@@ -17,9 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.gpu.compilation import LAUNCH_COLLECTOR, CollectedLaunch, compile_in_parallel, tensor_layout
+from foci.gpu.compilation import (
+    LAUNCH_COLLECTOR,
+    CollectedLaunch,
+    collect_launches,
+    compile_in_parallel,
+    tensor_layout,
+    wait_for_background,
+)
 from foci.gpu.compilation import DescriptorArgument as DescriptorArgument
 from foci.gpu.compilation import KernelLaunch as KernelLaunch
+from foci.gpu.compiled_launch import bind_launch
 from foci.gpu.self_check import address_failure
 from foci.runtime.tensor_cache import get_or_make
 
@@ -108,7 +116,7 @@ class LaunchPlan:
         descriptors: the arguments that are tensor descriptors.
         last_sizes: the sizes of the workspace arrays that the last launch reads. They have an allocation of their own,
             so that the other arrays can be freed before the last launch.
-        siblings: launches of other lengths of this kind, compiled together with those of this one and not run.
+        siblings: launches of other lengths of this kind, compiled in the background and not run.
     """
 
     def __init__(
@@ -173,14 +181,36 @@ class LaunchPlan:
             addresses |= self.last_workspace.addresses(last_buffer)
         for name, tensor, template in self.descriptor_templates:
             addresses[name] = rebase_descriptor(template, tensors[tensor])
-        for compiled, pick_addresses, scalars in self.compiled_launches[:-1]:
-            compiled(*pick_addresses(addresses), *scalars)
+        for launch, pick, scalars in self.compiled_launches[:-1]:
+            launch(*pick(addresses), *scalars)
         if allocate_late is not None:
             # The kernels may still be running, but later work that gets this memory waits in the same stream.
             del buffer
             addresses |= {name: tensor.data_ptr() for name, tensor in allocate_late().items()}
-        compiled, pick_addresses, scalars = self.compiled_launches[-1]
-        compiled(*pick_addresses(addresses), *scalars)
+        launch, pick, scalars = self.compiled_launches[-1]
+        launch(*pick(addresses), *scalars)
+
+    def compile(self, tensors: dict[str, Any]) -> None:
+        """Compile the kernels of the launches at the same time; in the background, those that run later."""
+        wait_for_background(self.launches)
+        known = [launch for launch in self.launches if tensors.keys() >= {*launch.tensors}]
+        compile_in_parallel(
+            [(launch, [*(tensors[n] for n in launch.tensors), *launch.scalars]) for launch in known],
+            lambda: self.collect_later(tensors),
+        )
+
+    def collect_later(self, tensors: dict[str, Any]) -> list[CollectedLaunch]:
+        """The launches of the backward and of other lengths, whose tensors are known."""
+        layouts = {name: tensor_layout(x) for name, x in tensors.items() if isinstance(x, Tensor)}
+        siblings = [launch for launch in self.siblings if layouts.keys() >= {*launch.tensors}]
+        run_later, LAUNCH_COLLECTOR.run_later = LAUNCH_COLLECTOR.run_later, None
+        launches: list[CollectedLaunch] = []
+        # A CUDA graph would contain the operations of the backward.
+        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if run_later is not None and not is_capturing:
+            with collect_launches() as launches:
+                run_later()
+        return [*launches, *(CollectedLaunch(launch, layouts, {}) for launch in siblings)]
 
     def launch_through_triton(
         self, tensors: dict[str, Any], allocate_late: LateAllocator | None, aligned: bool
@@ -192,11 +222,7 @@ class LaunchPlan:
         for workspace in (self.workspace, self.last_workspace):
             tensors |= workspace.tensors(workspace.allocate(self.device))
         tensors |= descriptors
-        known = [launch for launch in (*self.launches, *self.siblings) if tensors.keys() >= {*launch.tensors}]
-        if len(known) > 1:
-            compile_in_parallel(
-                [(launch, [*(tensors[n] for n in launch.tensors), *launch.scalars]) for launch in known]
-            )
+        self.compile(tensors)
         for index, (kernel, grid, names, scalars, options) in enumerate(self.launches):
             if allocate_late is not None and index == len(self.launches) - 1:
                 for name in self.workspace.offsets:
@@ -205,7 +231,8 @@ class LaunchPlan:
             compiled = kernel[grid](*(tensors[name] for name in names), *scalars, **options)
             # The interpreter compiles nothing, and a Triton hook may skip a launch.
             if compiled is not None and aligned and address_failure(self.device.index or 0) is None:
-                compiled_launches.append((compiled[(*grid, 1, 1)[:3]], itemgetter(*names), scalars))
+                launch = bind_launch(compiled, grid, self.device)
+                compiled_launches.append((launch, pick_addresses(names), scalars))
         if len(compiled_launches) == len(self.launches):
             self.descriptor_templates = [
                 (name, self.descriptors[name].tensor, rebase_descriptor(descriptor, None))
@@ -215,6 +242,11 @@ class LaunchPlan:
         # The caller may keep its own tensors alive, but not these.
         for name in own & tensors.keys():
             del tensors[name]
+
+
+def pick_addresses(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """The function that picks the addresses of a launch from a dict of all, as a tuple."""
+    return itemgetter(*names) if len(names) > 1 else lambda addresses: tuple(addresses[name] for name in names)
 
 
 def rebase_descriptor(descriptor: Any, base: Tensor | None) -> Any:

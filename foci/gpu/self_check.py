@@ -121,6 +121,7 @@ def address_failure(index: int) -> str | None:
 
 def check_addresses(index: int) -> str | None:
     """Launch a small kernel through Triton, then with addresses, and compare."""
+    from foci.gpu.compiled_launch import bind_launch
     from foci.kernels.self_check import combine_rows
 
     device = torch.device("cuda", index)
@@ -129,7 +130,7 @@ def check_addresses(index: int) -> str | None:
     scalars = (30, 1, 32, 0.5, 32, True)
     with torch.cuda.device(device):
         compiled = combine_rows[(3,)](x, y, expected, *scalars)
-        compiled[(3, 1, 1)](x.data_ptr(), y.data_ptr(), found.data_ptr(), *scalars)
+        bind_launch(compiled, (3,), device)(x.data_ptr(), y.data_ptr(), found.data_ptr(), *scalars)
     if not torch.equal(expected[:, :30], x[:, :30] * 0.5 - y[:, :30]) or not expected[:, 30:].isnan().all():
         return "a small kernel computed a wrong result"
     same = torch.equal(found[:, :30], expected[:, :30]) and bool(found[:, 30:].isnan().all())

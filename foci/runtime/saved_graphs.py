@@ -22,12 +22,17 @@ class OperatorFinder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         if name in GRAPH_READERS:
-            import_module(OPERATORS_MODULE)
+            register_now()
+
+
+def register_now() -> None:
+    import_module(OPERATORS_MODULE)
+    import_module("foci.runtime.operators").register_operators()
 
 
 def register_operators_on_load() -> None:
     """Registers the operators as soon as a reader of graphs is imported; now, if one is already."""
     if any(name in sys.modules for name in GRAPH_READERS):
-        import_module(OPERATORS_MODULE)
+        register_now()
     elif OperatorFinder not in sys.meta_path:
         sys.meta_path.insert(0, OperatorFinder)

@@ -68,6 +68,14 @@ def test_second_launch_passes_addresses() -> None:
     assert len(kernel.launched) == 1
 
 
+def test_a_launch_of_one_tensor_gets_its_address() -> None:
+    kernel, x = Kernel("x", "n"), torch.zeros(8)
+    plan = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 5})])
+    for _ in range(2):
+        plan({"x": x})
+    assert kernel.again == [((1, 1, 1), (x.data_ptr(), 5))]
+
+
 def test_unaligned_addresses_go_through_triton() -> None:
     kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
     plan, apart = build_plan(kernel), torch.zeros(9)[1:]

@@ -25,8 +25,10 @@ from foci.arguments import Call
 from foci.gpu import mask_inputs
 from foci.gpu.additive import launch
 from foci.gpu.additive.arguments import AdditiveOptions, allocate_results
+from foci.gpu.compilation import LAUNCH_COLLECTOR
 from foci.gpu.launcher import KERNEL_DTYPES
 from foci.runtime.double_backward import forbid_double_backward
+from foci.runtime.operators import operator
 from foci.runtime.tracing import is_traced
 from foci.scores import Additive
 
@@ -98,7 +100,11 @@ class AdditiveAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: AdditiveOptions
     ) -> tuple[Tensor, Tensor]:
-        out, lse = launch.forward(q, k, v, weight, options)
+        LAUNCH_COLLECTOR.run_later = lambda: run_empty_backward(q, k, v, weight, options)
+        try:
+            out, lse = launch.forward(q, k, v, weight, options)
+        finally:
+            LAUNCH_COLLECTOR.run_later = None
         ctx.save_for_backward(q, k, v, weight, out, lse, *options[:5])
         ctx.scalars = options[5:]
         # Do not allocate zeros for the gradient of an unused log-sum-exp.
@@ -113,11 +119,13 @@ class AdditiveAttention(torch.autograd.Function):
         return (*forbid_double_backward(gradients, d_out, d_lse, q, k, v, weight), None)
 
 
-@torch.library.custom_op(
-    "foci::additive",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor weight, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
-)
+def run_empty_backward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: AdditiveOptions) -> None:
+    """The backward of uninitialized results, to collect its launches."""
+    out, lse = allocate_results(q, v)
+    launch.backward(out, None, q, k, v, weight, out, lse, options)
+
+
+@operator("additive", f"(Tensor q, Tensor k, Tensor v, Tensor weight, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)")
 def additive_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Compute the output (B, H, Tq, Dv) and the log-sum-exp (B, H, Tq), in base 2 as the backward needs it."""
     return launch.forward(q, k, v, weight, AdditiveOptions(*options))
@@ -128,13 +136,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *options: Any) -> tuple[T
     return allocate_results(q, v)
 
 
-@torch.library.custom_op(
-    "foci::additive_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor weight, Tensor out, Tensor lse,"
-        f" {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
+@operator(
+    "additive_backward",
+    "(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor weight, Tensor out, Tensor lse,"
+    f" {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def additive_attention_backward(
     d_out: Tensor,

@@ -27,9 +27,11 @@ from foci.biases import ALiBi, Buckets, DenseBias, Relative
 from foci.gpu import mask_inputs
 from foci.gpu.attention import launch
 from foci.gpu.attention.arguments import LEARNED_FIELDS, AttentionOptions, learned_fields
+from foci.gpu.compilation import LAUNCH_COLLECTOR
 from foci.gpu.launcher import KERNEL_DTYPES
 from foci.gpu.mask_inputs import UNLIMITED
 from foci.runtime.double_backward import forbid_double_backward
+from foci.runtime.operators import operator
 from foci.runtime.tensor_cache import cache_permanently
 from foci.runtime.tracing import is_traced
 from foci.scores import Additive, Dot
@@ -173,11 +175,7 @@ def bucket_by_distance(buckets: int, bidirectional: bool, max_distance: int, dev
     return bias.bucket(torch.arange(-max_distance, max_distance + 1, device=device))
 
 
-@torch.library.custom_op(
-    "foci::attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
-)
+@operator("attention", f"(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)")
 def kernel_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output (B, H, Tq, Dv) and the log-sum-exp in base 2 as peaks + log_sums, (B, H, Tq) each.
 
@@ -191,13 +189,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, T
     return launch.allocate_results(q, v)
 
 
-@torch.library.custom_op(
-    "foci::attention_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor d_out, Tensor d_log_sums, Tensor out, Tensor peaks, Tensor log_sums, bool bias_gradients,"
-        f" Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> Tensor[]"
-    ),
+@operator(
+    "attention_backward",
+    "(Tensor d_out, Tensor d_log_sums, Tensor out, Tensor peaks, Tensor log_sums, bool bias_gradients,"
+    f" Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> Tensor[]",
 )
 def kernel_attention_backward(
     d_out: Tensor, d_log_sums: Tensor, out: Tensor, peaks: Tensor, log_sums: Tensor, bias_gradients: bool, *inputs: Any
@@ -244,6 +239,12 @@ def place_gradients(
     return tuple(placed)
 
 
+def run_empty_backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
+    """The backward of uninitialized results, to collect its launches."""
+    out, peaks, log_sums = launch.allocate_results(q, v)
+    launch.backward(out, None, out, peaks, log_sums, needs_bias_gradients(ctx), q, k, v, options)
+
+
 kernel_attention.register_autograd(differentiate_attention, setup_context=setup_attention_context)
 
 
@@ -253,7 +254,11 @@ class KernelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         q, k, v, *options = inputs
-        output = launch.forward(q, k, v, AttentionOptions(*options))
+        LAUNCH_COLLECTOR.run_later = lambda: run_empty_backward(ctx, q, k, v, AttentionOptions(*options))
+        try:
+            output = launch.forward(q, k, v, AttentionOptions(*options))
+        finally:
+            LAUNCH_COLLECTOR.run_later = None
         setup_attention_context(ctx, inputs, output)
         # Do not allocate zeros for the gradient of an unused log-sum-exp.
         ctx.set_materialize_grads(False)
