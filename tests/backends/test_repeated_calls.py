@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ pytest.importorskip("triton")
 import foci
 from foci import backends
 from foci.backends import repeated_calls
-from foci.gpu.launcher import LaunchPlan
+from foci.gpu.launcher import LaunchPlan, pick_addresses
 from foci.gpu.mask_inputs import describe_mask
 
 IDS = torch.tensor([0, 0, 1, 1, 1, 2])
@@ -87,7 +86,7 @@ class FakeLaunches:
             def compiled(*arguments: Any, names: tuple[str, ...] = names) -> None:
                 self.launched.append(dict(zip(names, arguments, strict=False)))
 
-            plan.compiled_launches.append((compiled, itemgetter(*names), launch.scalars))
+            plan.compiled_launches.append((compiled, pick_addresses(names), launch.scalars))
 
 
 @pytest.fixture
@@ -100,7 +99,8 @@ def test_a_later_call_passes_its_own_addresses(launches: FakeLaunches) -> None:
         q, k, v = (torch.randn(2, 4, 20, 16) for _ in range(3))
         out = foci.attention(q, k, v, mask=foci.causal & foci.padding(lengths))
     assert len(repeated_calls.REPEATED_CALLS) == 1
-    (launch,) = launches.launched
+    check, launch = launches.launched
+    assert check == {"lengths": lengths.data_ptr()}
     given = {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
     assert {name: launch[name] for name in given} == {name: x.data_ptr() for name, x in given.items()}
     assert launch["log_sums"] - launch["peaks"] >= 2 * 4 * 20 * 4

@@ -150,6 +150,7 @@ def test_a_new_length_compiles_nothing() -> None:
 @pytest.mark.parametrize("mask", ["causal", "padding", "left_padding", "prefix", "entries", "keys", "softcap", "sink"])
 def test_split_keys_equal_the_reference(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tilings, "MIN_SPLIT_KEYS", 10)
+    monkeypatch.setattr(tilings, "SPLIT_KEYS_PER_ROW", 0)
     case = {"entries": {}}.get(mask, {"queries": 5})
     monkeypatch.setattr(tilings, "FEW_QUERIES", 64)
     planned = []
@@ -241,6 +242,7 @@ def test_scattered_and_contiguous_documents_find_their_ranges(masked: bool) -> N
 def test_few_queries_of_heads_that_share_keys(mask: str, keys_per_split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All heads of a group are rows of one tile, forward and backward."""
     monkeypatch.setattr(tilings, "MIN_SPLIT_KEYS", keys_per_split)
+    monkeypatch.setattr(tilings, "SPLIT_KEYS_PER_ROW", 0)
     CACHED_PLANS.clear()
     check_problem(problem_of("none", mask, key_heads=1, queries=5, keys=41))
     kernels = {launched.kernel.__name__ for plan in CACHED_PLANS.values() for launched in plan.launches}

@@ -228,7 +228,7 @@ def test_operators_pass_opcheck() -> None:
     problem = problem_of("headed", "padding", queries=17)
     call = call_of(**problem.arguments(problem.leaves(torch.float32, DEVICE)))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(attention.kernel_attention, attention.operator_inputs(call), test_utils=tests)
+    torch.library.opcheck(attention.kernel_attention.overload, attention.operator_inputs(call), test_utils=tests)
 
 
 def call_of(dropout: float = 0.0, positions: Any = None, **arguments: Any) -> Call:
@@ -281,8 +281,8 @@ def test_query_tiles_and_common_keys() -> None:
     key_ranges = torch.tensor([[[[0, 0, 5, 9], [4, 4, 8, 9]]], [[[2, 2, 2, 2], [9, 10, 9, 9]]]], dtype=torch.int32)
     found = reached(key_ranges, 10, 2, 4)
     assert found["query_tiles"].tolist() == [
-        [[0, 1, 0, 1], [1, 2, 2, 2], [2, 0, 2, 2]],
-        [[0, 2, 2, 2], [0, 2, 0, 2], [0, 2, 2, 2]],
+        [[0, 1, 0, 1, 1], [1, 2, 2, 2, 1], [2, 0, 2, 2, 1]],
+        [[0, 2, 2, 2, 1], [0, 2, 0, 2, 1], [0, 2, 2, 2, 1]],
     ]
     assert found["common_keys"].tolist() == [[[0, 4], [9, 8]], [[2, 9], [2, 9]]]
 
@@ -291,7 +291,7 @@ def test_common_keys_of_two_key_ranges_are_those_of_the_first() -> None:
     """Four queries in two tiles; the second key range of the first two is empty."""
     key_ranges = torch.tensor([[[[0, 1, 2, 3], [2, 3, 4, 4]], [[6, 6, 6, 7], [6, 6, 9, 9]]]], dtype=torch.int32)
     found = reached(key_ranges, 10, 2, 5)
-    assert found["query_tiles"].tolist() == [[[0, 2, 2, 2], [1, 2, 2, 2]]]
+    assert found["query_tiles"].tolist() == [[[0, 2, 2, 2, 1], [1, 2, 2, 2, 1]]]
     assert found["common_keys"].tolist() == [[[1, 2], [3, 4]]]
 
 
@@ -303,12 +303,12 @@ def test_large_batches_are_in_the_first_grid_dimension() -> None:
 
 
 def reached(key_ranges: Tensor, Tk: int, queries: int, keys: int) -> dict[str, Tensor]:
-    """The results of tile_range_launches: (Bm, tiles, 4) and (Bm, tiles, 2)."""
+    """The results of tile_range_launches: (Bm, tiles, 5) and (Bm, tiles, 2)."""
     steps, sizes = row_table.tile_range_launches(key_ranges, Tk, queries, keys)
     workspace = {name: torch.empty(size, device=DEVICE) for name, size in sizes.items()}
     given = {"key_ranges": key_ranges.to(DEVICE)}
     LaunchPlan({}, given["key_ranges"].device, steps)(given | workspace)
-    columns = {"query_tiles": 4}
+    columns = {"query_tiles": 5}
     return {
         name: x.view(torch.int32).view(key_ranges.shape[0], -1, columns.get(name, 2)).cpu()
         for name, x in workspace.items()

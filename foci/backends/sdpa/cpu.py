@@ -15,6 +15,8 @@ from foci.arguments import Call
 from foci.backends.sdpa.padding import append_lse_column, needs_backward, pad_to_width
 
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# The binding takes less time than the operator: for small calls, a quarter.
+cpu_flash_binding = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", cpu_flash)
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -31,6 +33,12 @@ def run(call: Call, scale: float, alignment: str, mask: Tensor | None) -> tuple[
     compute = CpuFlashAttention.apply if needs_backward(q, k, v) else flash_forward
     out, lse = compute(q, k, v, mask, split_causal_keys(alignment, q, k), scale)
     return out if width == call.v.shape[-1] else out[..., : call.v.shape[-1]], lse
+
+
+def run_plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of a call of equal widths, without gradients."""
+    whole: tuple[Tensor, Tensor] = cpu_flash_binding(q, k, v, 0.0, causal, scale=q.shape[3] ** -0.5)
+    return whole
 
 
 def split_causal_keys(alignment: str, q: Tensor, k: Tensor) -> tuple[KeySlice, ...]:

@@ -25,6 +25,7 @@ from foci.gpu.attention.arguments import (
     to_kernel_layout,
 )
 from foci.gpu.attention.tilings import (
+    MAX_BIAS_SEQUENCES,
     MAX_KEY_SPLITS,
     ceil_divide,
     choose_tiling,
@@ -33,11 +34,18 @@ from foci.gpu.attention.tilings import (
     is_packed,
 )
 from foci.gpu.attention.visible_tiles import document_range_launches, query_tile_launches
-from foci.gpu.launcher import KernelLaunch, LaunchPlan, build_kernel_launch, get_or_build_plan
+from foci.gpu.launcher import (
+    KernelLaunch,
+    LaunchPlan,
+    build_kernel_launch,
+    count_multiprocessors,
+    get_or_build_plan,
+)
+from foci.gpu.mask_inputs import UNLIMITED
 from foci.runtime.tracing import disable_autocast
 
 # Compile the assertion about the lengths of padded sequences, without those that Triton adds to integer arithmetic.
-CHECKED = {"debug": True, "sanitize_overflow": False}
+CHECKED: dict[str, Any] = {"debug": True, "sanitize_overflow": False}
 
 
 def split_call(
@@ -111,14 +119,19 @@ def plan_forward(part: CallPart, out: Tensor, tiling: Tiling) -> LaunchPlan:
     launches = [
         *row_table.fill_row_table_launches(part.options, heads),
         *document_launches,
-        build_kernel_launch(kernel, grid, scalars, **forward_options(part, tiling)),
+        *length_check_launches(part, scalars),
+        build_kernel_launch(kernel, grid, scalars, **tiling.options()),
     ]
     return LaunchPlan(row_table.row_table_workspace(part.options, heads) | sizes, part.q.device, launches)
 
 
-def forward_options(part: CallPart, tiling: Tiling) -> dict[str, Any]:
-    """The launch options of the forward, which asserts that the lengths of padded sequences are valid."""
-    return tiling.options() | (CHECKED if part.options.padded else {})
+def length_check_launches(part: CallPart, scalars: dict[str, Any]) -> list[KernelLaunch]:
+    """The launch that asserts that the lengths of padded sequences are valid; none without lengths."""
+    if part.options.lengths is None:
+        return []
+    from foci.kernels.attention.tile import check_lengths
+
+    return [build_kernel_launch(check_lengths, (part.options.lengths.shape[0],), scalars, num_warps=1, **CHECKED)]
 
 
 def plan_split_forward(part: CallPart, out: Tensor, tiling: Tiling, scalars: dict[str, Any], splits: int) -> LaunchPlan:
@@ -134,11 +147,12 @@ def plan_split_forward(part: CallPart, out: Tensor, tiling: Tiling, scalars: dic
     grid = (count_query_programs(part, tiling), splits)
     names = {"out": "split_out", "peaks": "split_peaks", "log_sums": "split_log_sums"}
     merge_scalars = scalars | {"splits": splits, "BS": MAX_KEY_SPLITS}
+    checked = CHECKED if part.options.padded else {}
     document_launches, sizes = document_range_launches(part)
     launches = [
         *document_launches,
-        build_kernel_launch(attention_forward_kernel, grid, split_scalars, names, **forward_options(part, tiling)),
-        build_kernel_launch(merge_attention_splits, (rows,), merge_scalars, num_warps=4),
+        build_kernel_launch(attention_forward_kernel, grid, split_scalars, names, **tiling.options()),
+        build_kernel_launch(merge_attention_splits, (rows,), merge_scalars, num_warps=4, **checked),
     ]
     sizes |= {"split_out": splits * rows * Dv, "split_peaks": splits * rows, "split_log_sums": splits * rows}
     return LaunchPlan(sizes, part.q.device, launches)
@@ -233,8 +247,19 @@ def allocate_intermediates(part: CallPart, tensors: BackwardTensors, tiling: Til
         band=part.new_band(0.0) if options.values is not None else None,
         d_slopes=empty(*part.q.shape[:2], query_tiles) if "slopes" in learned else None,
         d_sinks=empty(*part.q.shape[:2], query_tiles) if "sink" in learned else None,
-        d_bias=options.bias.new_zeros(options.bias.shape) if options.bias is not None and "bias" in learned else None,
+        d_bias=allocate_bias_gradient(options) if "bias" in learned else None,
         d_by_bucket=empty(options.table.shape) if options.table is not None and "table" in learned else None,
+    )
+
+
+def allocate_bias_gradient(options: AttentionOptions) -> Tensor | None:
+    """A tensor for the gradient of the bias, with zeros if a mask may hide entries: these are not written."""
+    if options.bias is None:
+        return None
+    tensors = options.lengths, options.key_ranges, options.query_ids, options.dense
+    is_masked = any(x is not None for x in tensors) or min(options.left, options.right, options.stop) < UNLIMITED
+    return (torch.zeros if is_masked else torch.empty)(
+        options.bias.shape, dtype=options.bias.dtype, device=options.bias.device
     )
 
 
@@ -313,17 +338,19 @@ def plan_backward(
     scalars |= (
         stride_arguments("d_q", d_q) | stride_arguments("d_k", tensors.d_k) | stride_arguments("d_v", tensors.d_v)
     )
+    shared = adds_sequences(part, intermediates.d_bias, by_queries)
     per_sequence = options.key_ranges is not None and options.key_ranges.shape[0] > 1
     scalars |= {
-        "query_tiles_batch": 4 * ceil_divide(part.k.shape[2], by_keys.keys) * per_sequence,
+        "query_tiles_batch": 5 * ceil_divide(part.k.shape[2], by_keys.keys) * per_sequence,
         "common_keys_batch": 2 * ceil_divide(part.q.shape[2], by_keys.queries) * per_sequence,
         "GROUPED": part.k.shape[1] != H, "VALUED": options.values is not None,
         "TABLE_GRADIENT": intermediates.d_table is not None,
-        "BIAS_GRADIENT": intermediates.d_bias is not None and is_whole_matrix(part, intermediates.d_bias),
+        "BIAS_GRADIENT": is_whole_matrix(part, intermediates.d_bias) or shared, "SHARED_BIAS": shared,
         "SLOPE_GRADIENT": intermediates.d_slopes is not None,
         "SINK_GRADIENT": intermediates.d_sinks is not None, "LSE_GRADIENT": tensors.d_log_sums is not None,
     }  # fmt: skip
-    query_grid = (ceil_divide(part.q.shape[2], by_queries.queries) * part.pairs,)
+    sequences = part.q.shape[0] if shared else 1
+    query_grid = (ceil_divide(part.q.shape[2], by_queries.queries) * part.pairs // sequences,)
     key_grid = (ceil_divide(part.k.shape[2], by_keys.keys) * part.k.shape[0] * part.k.shape[1],)
     query_scalars, key_scalars = scalars | by_queries.sizes(), scalars | by_keys.sizes()
     document_launches, sizes = document_range_launches(part)
@@ -332,10 +359,13 @@ def plan_backward(
         *row_table.fill_row_table_launches(options, H),
         *document_launches,
         *range_launches,
-        build_kernel_launch(query_gradients, query_grid, query_scalars, **by_queries.options()),
+        *(
+            build_kernel_launch(query_gradients, query_grid, query_scalars | {"sequence": b}, **by_queries.options())
+            for b in range(sequences)
+        ),
         build_kernel_launch(key_gradients, key_grid, key_scalars, **by_keys.options()),
         *bucket_launches,
-        *bias_gradient_launches(part, intermediates, scalars),
+        *([] if scalars["BIAS_GRADIENT"] else bias_gradient_launches(part, intermediates, scalars)),
     ]
     # The kernels round the number of rows of a head up to a multiple of 128.
     rows = part.pairs * ceil_divide(part.q.shape[2], 128) * 128
@@ -344,17 +374,25 @@ def plan_backward(
     return LaunchPlan(sizes, part.q.device, launches)
 
 
-def is_whole_matrix(part: CallPart, bias: Tensor) -> bool:
+def is_whole_matrix(part: CallPart, bias: Tensor | None) -> bool:
     """Whether the bias has an entry of its own for each entry of the matrix."""
-    return bias.shape == (*part.q.shape[:3], part.k.shape[2])
+    return bias is not None and bias.shape == (*part.q.shape[:3], part.k.shape[2])
+
+
+def adds_sequences(part: CallPart, bias: Tensor | None, tiling: Tiling) -> bool:
+    """Whether a few sequences share the bias, which add their gradients in turns: one is enough for the GPU."""
+    (B, H, Tq, _), Tk = part.q.shape, part.k.shape[2]
+    if bias is None or bias.shape != (1, H, Tq, Tk) or not 1 < B <= MAX_BIAS_SEQUENCES:
+        return False
+    return ceil_divide(Tq, tiling.queries) * H >= 2 * count_multiprocessors(part.q.device)
 
 
 def bias_gradient_launches(
     part: CallPart, intermediates: BackwardIntermediates, scalars: dict[str, Any]
 ) -> list[KernelLaunch]:
-    """The pass over a bias that several heads, sequences, queries or keys share; none for other biases."""
+    """The pass over a bias that several heads, sequences, queries or keys share."""
     d_bias = intermediates.d_bias
-    if d_bias is None or is_whole_matrix(part, d_bias):
+    if d_bias is None:
         return []
     from foci.kernels.attention.backward import attention_bias_gradients
 

@@ -127,7 +127,7 @@ def tile_range_launches(
         build_kernel_launch(find_tile_query_ranges, (Bm, columns), scalars, num_warps=4),
     ]
     return launches, {
-        "key_bounds": Bm * rows * ranges * 2, "common_keys": Bm * rows * 2, "query_tiles": Bm * columns * 4,
+        "key_bounds": Bm * rows * ranges * 2, "common_keys": Bm * rows * 2, "query_tiles": Bm * columns * 5,
     }  # fmt: skip
 
 

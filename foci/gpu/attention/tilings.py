@@ -10,6 +10,7 @@ import torch
 
 from foci.gpu.arguments import INTERPRETER_TILES, Tiling, next_power_of_two
 from foci.gpu.attention.arguments import CallPart
+from foci.runtime.device import major_capability
 
 # By pass and by the larger of D and Dv, for 16-bit inputs without a row table.
 ATTENTION_TILINGS = {
@@ -38,6 +39,10 @@ ATTENTION_TILINGS = {
 DOCUMENT_TILINGS = {("forward", 64): Tiling(64, 64, 4, 3), ("queries", 128): Tiling(64, 64, 4, 2)}
 # With a dense bias, whose own tiles take shared memory and registers: by pass and width, else two stages at most.
 BIAS_TILINGS = {("queries", 128): Tiling(64, 64, 4, 2), ("forward", 256): Tiling(64, 32, 4, 2)}
+# On GPUs with 227 KiB of shared memory per program, which are those of these compute capabilities. A step of this pass
+# loads four tiles for two products: the larger they are, the less it loads.
+LARGE_BIAS_TILINGS = {128: Tiling(128, 64, 8, 2)}
+LARGE_MEMORY_CAPABILITIES = (9, 10)
 # Like ATTENTION_TILINGS, with a row table. Near the diagonal a program also holds a tile of values from
 # the row table: larger tiles than these spill registers there.
 ROW_TABLE_TILINGS = {
@@ -62,7 +67,7 @@ FLOAT32_TILINGS = {
     "forward": {
         64: Tiling(64, 32, 4, 2),
         128: Tiling(64, 32, 8, 2),
-        256: Tiling(64, 32, 8, 1),
+        256: Tiling(32, 16, 8, 1),
     },
     "queries": {
         64: Tiling(64, 32, 4, 2),
@@ -77,7 +82,7 @@ FLOAT32_TILINGS = {
     "bias": {
         64: Tiling(32, 32, 4, 1),
         128: Tiling(32, 32, 4, 1),
-        256: Tiling(16, 32, 4, 1),
+        256: Tiling(16, 16, 8, 1),
     },
 }
 # By the larger of D and Dv: few queries, whose programs wait for memory. The number of queries is that of the call.
@@ -91,9 +96,13 @@ PACKED_FLOAT32_TILING = Tiling(16, 16, 4, 2)
 MAX_PACKED_ROWS = 64
 # Calls with at most this many queries use tiles of this size: one more kernel per kind of call, not one per length.
 FEW_QUERIES = 16
-# The keys of few queries are split among at most MAX_KEY_SPLITS programs, of at least MIN_SPLIT_KEYS keys each.
+# The keys of few queries are split among at most MAX_KEY_SPLITS programs, of at least MIN_SPLIT_KEYS keys each, and of
+# SPLIT_KEYS_PER_ROW for each row of their tile: writing and reading its results takes as long as two keys per row.
 MAX_KEY_SPLITS = 64
 MIN_SPLIT_KEYS = 512
+SPLIT_KEYS_PER_ROW = 16
+# At most so many sequences add their gradients of a shared bias one after the other, each rounded to its dtype.
+MAX_BIAS_SEQUENCES = 8
 
 
 def is_packed(part: CallPart) -> bool:
@@ -127,15 +136,24 @@ def choose_tiling(name: str, part: CallPart) -> Tiling:
     if options.bias is not None:
         fewer_stages = tiling._replace(stages=min(tiling.stages, 2))
         tiling = BIAS_TILINGS.get((name, width), fewer_stages) if is_half else fewer_stages
+        if is_half and name == "bias" and has_large_memory(q.device):
+            tiling = LARGE_BIAS_TILINGS.get(width, tiling)
     # Relative values, dense masks and biases hold one more tile in registers.
     needs_registers = options.values is not None or options.dense is not None or options.bias is not None
     return tiling._replace(registers=None) if needs_registers else tiling
 
 
+def has_large_memory(device: torch.device) -> bool:
+    return torch.version.hip is None and major_capability(device.index or 0) in LARGE_MEMORY_CAPABILITIES
+
+
 def count_key_splits(part: CallPart) -> int:
     """The number of programs that share the keys of one tile of queries; it depends on the lengths only."""
     queries, keys = part.q.shape[2], part.k.shape[2]
-    return 1 if queries > FEW_QUERIES else max(1, min(keys // MIN_SPLIT_KEYS, MAX_KEY_SPLITS))
+    if queries > FEW_QUERIES:
+        return 1
+    rows = queries * part.group if is_packed(part) else queries
+    return max(1, min(keys // max(MIN_SPLIT_KEYS, SPLIT_KEYS_PER_ROW * rows), MAX_KEY_SPLITS))
 
 
 def count_query_programs(part: CallPart, tiling: Tiling) -> int:

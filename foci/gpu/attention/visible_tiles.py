@@ -19,7 +19,7 @@ def document_range_launches(part: CallPart) -> tuple[list[KernelLaunch], dict[st
         return [], {}
     from foci.kernels.attention.tile import find_document_ranges
 
-    (BM, BN) = (16, 16) if part.q.device.type == "cpu" else (32, 256)
+    (BM, BN) = (16, 16) if part.q.device.type == "cpu" else (16, 256)
     scalars = {"query_ids_batch": batch_stride(options.query_ids), "key_ids_batch": batch_stride(options.key_ids)}
     scalars |= {"Tq": Tq, "Tk": Tk, "BM": BM, "BN": BN}
     launch = build_kernel_launch(find_document_ranges, (rows, ceil_divide(Tq, BM)), scalars, num_warps=4)
@@ -47,5 +47,5 @@ def query_tile_launches(
         build_kernel_launch(find_tile_query_ranges, (B, columns), counted, num_warps=4),
     ]
     return launches, {
-        "key_bounds": B * rows * ranges * 2, "common_keys": B * rows * 2, "query_tiles": B * columns * 4,
+        "key_bounds": B * rows * ranges * 2, "common_keys": B * rows * 2, "query_tiles": B * columns * 5,
     }  # fmt: skip

@@ -1,10 +1,10 @@
 """Attention with masks, softcap, ALiBi and dense biases: backward, in passes that need no atomics.
 
 `attention_query_gradients` has one program per tile of queries and loops over the keys: gradients of q, slopes, and of
-a bias that no two heads or sequences share.
+a bias that no two heads share, and no sequences either or a few.
 `attention_key_gradients` has one program per tile of keys, for all heads that share them, and loops over the queries.
-`attention_bias_gradients` has one program per tile of a shared bias and loops over all entries of the matrix that it is
-added to.
+`attention_bias_gradients` has one program per tile of any other bias and loops over all entries of the matrix that it
+is added to.
 Tiles that are visible completely skip all bounds and masks, as in the forward.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
@@ -19,6 +19,8 @@ import triton.language as tl
 from foci.kernels.attention.tile import (
     LENGTHS,
     find_full_tiles,
+    hide_other_documents,
+    load_bias,
     load_tile,
     locate_bias,
     locate_tile,
@@ -28,6 +30,7 @@ from foci.kernels.attention.tile import (
     visible_range,
 )
 from foci.kernels.distance_bias.backward import load_split_lse
+from foci.kernels.distance_bias.forward import distance_bias_logits
 from foci.kernels.distance_bias.tables import as_int32_pointer
 from foci.kernels.dropout import dropout_keeps
 from foci.kernels.logits import LN_2, LOG2_E
@@ -62,37 +65,42 @@ def first_stored_row(pair, Tq):
 
 @triton.jit
 def add_query_gradients(
-    queries, d_rows, peak, log_sum, delta, k, v, k_row, v_row, first_j, c, d, e, i, low, high, d_queries, d_slope,
-    query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key, d_bias, drawn, b, h, threshold,
-    keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
+    queries, d_rows, peak, log_sum, delta, k, v, k_row, v_row, first_j, c, d, e, i, low, high, contiguous, d_queries,
+    d_slope, query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key, d_bias, sequence, drawn,
+    b, h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
     MASKED: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, SLOPE_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr, DROPOUT: tl.constexpr,
-    EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, SLOPE_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr, SHARED_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys from first_j on contribute to the gradients of the queries and of the slope."""
+    """Add what the keys from first_j on contribute to the gradients of the queries, of the slope and of the bias."""
+    j = first_j + c[None, :]
+    if BIAS_GRADIENT:
+        d_entries = d_bias + (i.to(tl.int64) * (Tk // 8 * 8 if BIAS == 1 else Tk) + j)
+    if SHARED_BIAS:
+        # Loaded early: nothing waits for them before the store.
+        columns = j // 8 < Tk // 8 if BIAS == 1 else j < Tk
+        earlier = tl.load(d_entries, mask=(i < Tq) & columns & (sequence > 0), other=0.0)
     keys = load_tile(k, k_row, first_j, c, Tk, d, D, EVEN, MASKED)
     dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     values = load_tile(v, v_row, first_j, c, Tk, e, Dv, EVEN, MASKED)
-    j = first_j + c[None, :]
     p, tanh_softcap = tile_weights(
         dots, peak[:, None], log_sum, bias, bias_query, bias_key, i, j, offset, Tq, Tk, slope, scale, softcap,
         MASKED, BIAS, SOFTCAP, ALIBI, EXACT, DIRECT,
     )  # fmt: skip
     d_weights = tl.dot(d_rows, tl.trans(values), input_precision=PRECISION)
     if MASKED:
-        seen = visible_keys(
-            low[:, None], high[:, None], i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE
-        )
+        seen = visible_keys(low[:, None], high[:, None], i, j, dense, dense_query, dense_key, DENSE)
         p = tl.where(seen, p, 0.0)
+        if IDS:
+            p = hide_other_documents(p, 0.0, contiguous, i, j, query_ids, key_ids, Tq, Tk)
     if DROPOUT:
         d_weights = tl.where(dropout_keeps(drawn, b, h, i, j, threshold), d_weights * keep_scale, 0.0)
     d_logits = p * (d_weights - delta[:, None])
     if SLOPE_GRADIENT:
         d_slope -= tl.sum(d_logits * tl.abs((i + offset).to(tl.float32) - j.to(tl.float32)), 1)
     if BIAS_GRADIENT:
-        there = seen if MASKED else i < Tq
-        entries = d_bias + (i.to(tl.int64) * Tk + j)
-        tl.store(entries, d_logits.to(d_bias.dtype.element_ty), mask=there)
+        d_added = d_logits + earlier.to(tl.float32) if SHARED_BIAS else d_logits
+        tl.store(d_entries, d_added.to(d_bias.dtype.element_ty), mask=seen if MASKED else i < Tq)
     if SOFTCAP:
         d_logits = d_logits * (1 - tanh_softcap * tanh_softcap)
     d_queries = tl.dot(d_logits.to(keys.dtype), keys, d_queries, input_precision=PRECISION)
@@ -103,7 +111,7 @@ def add_query_gradients(
 def attention_query_gradients(
     q, k, v, out, d_out, peaks, log_sums, d_log_sums, delta, row_peaks, row_log_sums, d_q, d_slopes, d_sinks, d_bias,
     lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, sinks, seed,
-    H, group, Tq, Tk, D, Dv, left, right, always, stop, first_b, first_h,
+    H, group, Tq, Tk, D, Dv, left, right, always, stop, first_b, first_h, sequence,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_batch, out_head, out_row, d_out_batch, d_out_head, d_out_row, peaks_batch, peaks_head,
     d_q_batch, d_q_head, d_q_row,
@@ -112,17 +120,20 @@ def attention_query_gradients(
     scale, softcap, threshold, keep_scale,
     PADDED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    SLOPE_GRADIENT: tl.constexpr, SINK_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr, LSE_GRADIENT: tl.constexpr,
-    EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    SLOPE_GRADIENT: tl.constexpr, SINK_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr, SHARED_BIAS: tl.constexpr,
+    LSE_GRADIENT: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """d_q (B, H, Tq, D); d_slopes and d_sinks (B, H, tiles); d_bias (B, H, Tq, Tk), which must be zeros.
+    """d_q (B, H, Tq, D); d_slopes and d_sinks (B, H, tiles); d_bias (B, H, Tq, Tk), zeros where a mask hides entries.
+
+    With SHARED_BIAS d_bias is (1, H, Tq, Tk): a launch adds the gradient of one sequence to those before it.
 
     For the other passes, at `first_stored_row`: delta, Σ d_out out less the gradient of the log-sum-exp, and row_peaks,
     the log-sum-exp or, if EXACT, its larger part, beside row_log_sums.
     """
     tiles = tl.cdiv(Tq, BM)
     b, h, tile = locate_tile(tiles, H, BIAS)
+    b += sequence
     tile = tiles - 1 - tile
     pair = b * H + h
     first_i = tile * BM
@@ -160,7 +171,9 @@ def attention_query_gradients(
     dense += b * dense_batch + h * dense_head
     bias = locate_bias(bias, b, h, bias_batch, bias_head, BIAS)
     if BIAS_GRADIENT:
-        d_bias += pair.to(tl.int64) * Tq * Tk
+        # The gradient is contiguous; with BIAS 1 the compiler sees that rows have whole groups of 8 entries.
+        d_bias_row = Tk // 8 * 8 if BIAS == 1 else Tk
+        d_bias += (h if SHARED_BIAS else pair) * Tq * d_bias_row
     query_ids += b * query_ids_batch
     slope = tl.load(slopes + h) if ALIBI else 0.0
     drawn = tl.load(seed) if DROPOUT else 0
@@ -171,24 +184,25 @@ def attention_query_gradients(
         low, high = visible_range(
             key_ranges, document_ranges, s, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
         )
-        first, last, full, end = find_full_tiles(low, high, document_ranges, rows, Tq, Tk, BN, IDS, DENSE)
+        first, last, full, end, contiguous = find_full_tiles(low, high, document_ranges, rows, Tq, Tk, BN, IDS, DENSE)
+        skipped = end - full
         if not DENSE:
             for t in range(full, end):
                 d_queries, d_slope = add_query_gradients(
                     queries, d_rows, peak, log_sum[:, None], rows_delta, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e,
-                    i, low, high, d_queries, d_slope, query_ids, key_ids, dense, dense_query, dense_key,
-                    bias, bias_query, bias_key, d_bias, drawn, b + first_b, h + first_h, threshold, keep_scale,
-                    offset, Tq, Tk, D, Dv, slope, scale, softcap, False, IDS, DENSE, BIAS, SOFTCAP, ALIBI,
-                    SLOPE_GRADIENT, BIAS_GRADIENT, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                    i, low, high, contiguous, d_queries, d_slope, query_ids, key_ids, dense, dense_query, dense_key,
+                    bias, bias_query, bias_key, d_bias, sequence, drawn, b + first_b, h + first_h, threshold,
+                    keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap, False, IDS, DENSE, BIAS, SOFTCAP, ALIBI,
+                    SLOPE_GRADIENT, BIAS_GRADIENT, SHARED_BIAS, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
                 )  # fmt: skip
-        for n in range(first, last - (end - full)):
-            t = tl.where(n < full, n, n + (end - full))
+        for n in range(first, last - skipped):
+            t = tl.where(n < full, n, n + skipped)
             d_queries, d_slope = add_query_gradients(
                 queries, d_rows, peak, log_sum[:, None], rows_delta, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e,
-                i, low, high, d_queries, d_slope, query_ids, key_ids, dense, dense_query, dense_key,
-                bias, bias_query, bias_key, d_bias, drawn, b + first_b, h + first_h, threshold, keep_scale,
-                offset, Tq, Tk, D, Dv, slope, scale, softcap, True, IDS, DENSE, BIAS, SOFTCAP, ALIBI,
-                SLOPE_GRADIENT, BIAS_GRADIENT, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                i, low, high, contiguous, d_queries, d_slope, query_ids, key_ids, dense, dense_query, dense_key,
+                bias, bias_query, bias_key, d_bias, sequence, drawn, b + first_b, h + first_h, threshold,
+                keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap, True, IDS, DENSE, BIAS, SOFTCAP, ALIBI,
+                SLOPE_GRADIENT, BIAS_GRADIENT, SHARED_BIAS, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
             )  # fmt: skip
     d_q += b * d_q_batch + h * d_q_head + first_i.to(tl.int64) * d_q_row
     stored = inside[:, None] & (d[None, :] < D)
@@ -200,8 +214,9 @@ def attention_query_gradients(
 @triton.jit
 def add_key_gradients(
     keys, values, q, d_out, row_peaks, row_log_sums, delta, q_row, d_out_row, document_ranges, key_ranges, start, stop,
-    left, right, always, first_i, r, d, e, j, d_keys, d_values, query_ids, own_ids, dense, dense_query, dense_key,
-    bias, bias_query, bias_key, drawn, b, h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
+    left, right, always, contiguous, first_i, r, d, e, j, d_keys, d_values, query_ids, key_ids, dense, dense_query,
+    dense_key, bias, bias_query, bias_key, drawn, b, h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale,
+    softcap,
     MASKED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
@@ -228,12 +243,12 @@ def add_key_gradients(
                 key_ranges, document_ranges, 1, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
             )
             seen = seen | ((j >= low[None, :]) & (j < high[None, :]))
-        if IDS:
-            seen &= own_ids == tl.load(query_ids + i, mask=i < Tq, other=0)
         if DENSE:
             offsets = i.to(tl.int64) * dense_query + j.to(tl.int64) * dense_key
             seen &= tl.load(dense + offsets, mask=seen, other=0) != 0
         p = tl.where(seen, p, 0.0)
+        if IDS:
+            p = hide_other_documents(p, 0.0, contiguous, i, j, query_ids, key_ids, Tq, Tk)
     dropped = p
     if DROPOUT:
         keep = dropout_keeps(drawn, b, h, i, j, threshold)
@@ -297,8 +312,8 @@ def attention_key_gradients(
 ):  # fmt: skip
     """d_k (B, G, Tk, D), d_v (B, G, Tk, Dv).
 
-    With RANGES or IDS, query_tiles (B, tiles, 4) has the query tiles that see some of a tile's keys and those that see
-    all.
+    With RANGES or IDS, query_tiles (B, tiles, 5) has the query tiles that see some of a tile's keys, those that see
+    all, and whether the documents of the former are contiguous.
     """
     tiles = tl.cdiv(Tk, BN)
     b, g, tile = locate_tile(tiles, H // group, BIAS)
@@ -311,10 +326,11 @@ def attention_key_gradients(
     key_ranges += b * key_ranges_batch
     document_ranges = as_int32_pointer(document_ranges) + b * document_ranges_batch
     query_ids += b * query_ids_batch
-    own_ids = tl.load(key_ids + b * key_ids_batch + j, mask=j < Tk, other=0) if IDS else j
+    key_ids += b * key_ids_batch
     drawn = tl.load(seed) if DROPOUT else 0
     start, stop = sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED)
-    query_tiles = as_int32_pointer(query_tiles) + 4 * (b * tiles + tile)
+    query_tiles = as_int32_pointer(query_tiles) + 5 * (b * tiles + tile)
+    contiguous = tl.load(query_tiles + 4) if IDS else 0
     first, last, full, end = find_query_tiles(
         query_tiles, first_j, start, stop, left, right, always, offset, Tq, Tk, BM, BN, RANGES, IDS, DENSE
     )
@@ -331,22 +347,23 @@ def attention_key_gradients(
         head_dense = dense + b * dense_batch + h * dense_head
         head_bias = locate_bias(bias, b, h, bias_batch, bias_head, BIAS)
         slope = tl.load(slopes + h) if ALIBI else 0.0
+        skipped = end - full
         if not DENSE:
             for t in range(full, end):
                 d_keys, d_values = add_key_gradients(
                     keys, values, head_q, head_d_out, row_peaks + head_rows, row_log_sums + head_rows,
                     delta + head_rows, q_row, d_out_row, document_ranges, key_ranges, start, stop, left, right, always,
-                    t * BM + Tq * 0, r, d, e, j, d_keys, d_values, query_ids, own_ids, head_dense, dense_query,
-                    dense_key, head_bias, bias_query, bias_key, drawn, b + first_b, h + first_h, threshold, keep_scale,
-                    offset, Tq, Tk, D, Dv, slope, scale, softcap,
+                    contiguous, t * BM + Tq * 0, r, d, e, j, d_keys, d_values, query_ids, key_ids, head_dense,
+                    dense_query, dense_key, head_bias, bias_query, bias_key, drawn, b + first_b, h + first_h,
+                    threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
                     False, RANGES, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
                 )  # fmt: skip
-        for n in range(first, last - (end - full)):
-            t = tl.where(n < full, n, n + (end - full))
+        for n in range(first, last - skipped):
+            t = tl.where(n < full, n, n + skipped)
             d_keys, d_values = add_key_gradients(
                 keys, values, head_q, head_d_out, row_peaks + head_rows, row_log_sums + head_rows, delta + head_rows,
-                q_row, d_out_row, document_ranges, key_ranges, start, stop, left, right, always, t * BM + Tq * 0, r, d,
-                e, j, d_keys, d_values, query_ids, own_ids, head_dense, dense_query, dense_key,
+                q_row, d_out_row, document_ranges, key_ranges, start, stop, left, right, always, contiguous,
+                t * BM + Tq * 0, r, d, e, j, d_keys, d_values, query_ids, key_ids, head_dense, dense_query, dense_key,
                 head_bias, bias_query, bias_key, drawn, b + first_b, h + first_h, threshold, keep_scale,
                 offset, Tq, Tk, D, Dv, slope, scale, softcap,
                 True, RANGES, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
@@ -363,13 +380,16 @@ def attention_key_gradients(
 
 @triton.jit
 def add_bias_gradients(
-    gradient, seen, q, k, v, d_out, row_peaks, row_log_sums, delta, q_row, k_row, v_row, d_out_row, first_i, first_j,
-    r, c, d, e, i, j, dense, dense_query, dense_key, bias, bias_query, bias_key, drawn, b, h, threshold, keep_scale,
+    gradient, seen, entries, q, k, v, d_out, row_peaks, row_log_sums, delta, q_row, k_row, v_row, d_out_row,
+    first_i, first_j, r, c, d, e, i, j, dense, dense_query, dense_key, drawn, b, h, threshold, keep_scale,
     offset, Tq, Tk, D, Dv, slope, scale, softcap,
-    DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    TILED: tl.constexpr, DENSE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of the logits of one tile of one head, where `seen`."""
+    """Add the gradients of the logits of one tile of one head, where `seen`; `entries` is its bias in base 2.
+
+    TILED: `seen` is the same for all heads, and applied afterwards.
+    """
     rows = first_i + r
     queries = load_tile(q, q_row, first_i, r, Tq, d, D, EVEN, True)
     keys = load_tile(k, k_row, first_j, c, Tk, d, D, EVEN, True)
@@ -377,19 +397,20 @@ def add_bias_gradients(
     d_rows = load_tile(d_out, d_out_row, first_i, r, Tq, e, Dv, EVEN, True)
     values = load_tile(v, v_row, first_j, c, Tk, e, Dv, EVEN, True)
     d_weights = tl.dot(d_rows, tl.trans(values), input_precision=PRECISION)
-    peak, rows_delta = tl.load(row_peaks + rows), tl.load(delta + rows)
-    log_sum = tl.load(row_log_sums + rows)[:, None] if EXACT else 0.0
-    p, _ = tile_weights(
-        dots, peak[:, None], log_sum, bias, bias_query, bias_key, i, j, offset, Tq, Tk, slope, scale, softcap,
-        True, BIAS, SOFTCAP, ALIBI, EXACT, DIRECT,
-    )  # fmt: skip
-    if DENSE:
-        offsets = i.to(tl.int64) * dense_query + j.to(tl.int64) * dense_key
-        seen &= tl.load(dense + offsets, mask=seen, other=0) != 0
+    peak, rows_delta = tl.load(row_peaks + rows)[:, None], tl.load(delta + rows)[:, None]
+    z, _ = distance_bias_logits(dots, dots, i, j, offset, slope, scale, softcap, 0, SOFTCAP, ALIBI, EXACT, DIRECT)
+    z += entries
+    p = tl.exp2(z - peak - tl.load(row_log_sums + rows)[:, None] if EXACT else z - peak)
     if DROPOUT:
         keep = dropout_keeps(drawn, b, h, i, j, threshold)
         d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
-    return gradient + tl.where(seen, p * (d_weights - rows_delta[:, None]), 0.0)
+    d_logits = p * (d_weights - rows_delta)
+    if DENSE:
+        offsets = i.to(tl.int64) * dense_query + j.to(tl.int64) * dense_key
+        seen &= tl.load(dense + offsets, mask=seen, other=0) != 0
+    if DENSE or not TILED:
+        d_logits = tl.where(seen, d_logits, 0.0)
+    return gradient + d_logits
 
 
 @triton.jit(do_not_specialize=[*LENGTHS, "B", "bias_batches", "bias_heads", "bias_rows", "bias_columns"])
@@ -447,19 +468,22 @@ def attention_bias_gradients(
         seen = (j >= low[:, None]) & (j < high[:, None])
         # Without a condition in the loop, its loads are pipelined.
         steps = tl.where(tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0, batches * heads, 0)
+        # All sequences and heads of the loop share this tile of the bias.
+        own_bias = locate_bias(bias, own_b.to(tl.int64), own_h.to(tl.int64), bias_batch, bias_head, BIAS)
+        entries = load_bias(own_bias, bias_query, bias_key, i, j, Tq, Tk, True, BIAS).to(tl.float32) * LOG2_E
         for n in range(steps):
             b, h = (own_b + n // heads + Tk * 0).to(tl.int64), (own_h + n % heads).to(tl.int64)
             stored = first_stored_row(b * H + h, Tq)
             slope = tl.load(slopes + h) if ALIBI else 0.0
             gradient = add_bias_gradients(
-                gradient, seen, q + b * q_batch + h * q_head, k + b * k_batch + h // group * k_head,
+                gradient, seen, entries, q + b * q_batch + h * q_head, k + b * k_batch + h // group * k_head,
                 v + b * v_batch + h // group * v_head, d_out + b * d_out_batch + h * d_out_head, row_peaks + stored,
                 row_log_sums + stored, delta + stored, q_row, k_row, v_row, d_out_row, first_i, first_j, r, c, d, e,
-                i, j, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
-                locate_bias(bias, b, h, bias_batch, bias_head, BIAS), bias_query, bias_key, drawn, b + first_b,
+                i, j, dense + b * dense_batch + h * dense_head, dense_query, dense_key, drawn, b + first_b,
                 h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
-                DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                TILED, DENSE, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
             )  # fmt: skip
+        gradient = tl.where(seen, gradient, 0.0)
     else:
         for n in range(batches * heads * query_tiles * key_tiles):
             key_tile, query_tile = n % key_tiles, n // key_tiles % query_tiles
@@ -480,20 +504,22 @@ def attention_bias_gradients(
                 )
                 seen = seen | ((j >= low[:, None]) & (j < high[:, None]))
             if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
-                seen &= visible_keys(
-                    tl.where(i < Tq, 0, Tk), Tk, i, j, query_ids + b * query_ids_batch, key_ids + b * key_ids_batch,
-                    dense, dense_query, dense_key, Tq, Tk, IDS, False,
-                )  # fmt: skip
+                seen &= i < Tq
+                if IDS:
+                    ids = tl.load(query_ids + b * query_ids_batch + i, mask=i < Tq, other=0)
+                    seen &= ids == tl.load(key_ids + b * key_ids_batch + j, mask=j < Tk, other=0)
                 stored = first_stored_row(b * H + h, Tq)
                 slope = tl.load(slopes + h) if ALIBI else 0.0
+                own_bias = locate_bias(bias, b, h, bias_batch, bias_head, BIAS)
+                entries = load_bias(own_bias, bias_query, bias_key, i, j, Tq, Tk, True, BIAS).to(tl.float32) * LOG2_E
                 gradient = add_bias_gradients(
-                    gradient, seen, q + b * q_batch + h * q_head, k + b * k_batch + h // group * k_head,
+                    gradient, seen, entries, q + b * q_batch + h * q_head, k + b * k_batch + h // group * k_head,
                     v + b * v_batch + h // group * v_head, d_out + b * d_out_batch + h * d_out_head,
                     row_peaks + stored, row_log_sums + stored, delta + stored, q_row, k_row, v_row, d_out_row,
                     first_i, first_j, r, c, d, e, i, j, dense + b * dense_batch + h * dense_head, dense_query,
-                    dense_key, locate_bias(bias, b, h, bias_batch, bias_head, BIAS), bias_query, bias_key, drawn,
-                    b + first_b, h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
-                    DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                    dense_key, drawn, b + first_b, h + first_h, threshold, keep_scale,
+                    offset, Tq, Tk, D, Dv, slope, scale, softcap,
+                    TILED, DENSE, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
                 )  # fmt: skip
     rows, columns = own_row * BM + r, own_column * BN + c
     d_bias += pair.to(tl.int64) * bias_rows * bias_columns

@@ -15,6 +15,7 @@ import triton.language as tl
 from foci.kernels.attention.backward import tile_weights
 from foci.kernels.attention.tile import (
     LENGTHS,
+    hide_other_documents,
     load_rows,
     load_tile,
     locate_bias,
@@ -98,18 +99,15 @@ def few_query_gradients(
             dots, peak[:, None], log_sum[:, None], bias, bias_query, bias_key, i, j, offset, Tq, Tk, slope, scale,
             softcap, True, BIAS, SOFTCAP, ALIBI, EXACT, DIRECT,
         )  # fmt: skip
-        seen = visible_keys(
-            low[:, None], high[:, None], i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE
-        )
+        seen = visible_keys(low[:, None], high[:, None], i, j, dense, dense_query, dense_key, DENSE)
         if RANGES > 1:
             second, end = visible_range(
                 key_ranges, document_ranges, 1, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
             )
-            seen |= visible_keys(
-                second[:, None], end[:, None], i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
-                IDS, DENSE,
-            )  # fmt: skip
+            seen |= visible_keys(second[:, None], end[:, None], i, j, dense, dense_query, dense_key, DENSE)
         p = tl.where(seen, p, 0.0)
+        if IDS:
+            p = hide_other_documents(p, 0.0, 0, i, j, query_ids, key_ids, Tq, Tk)
         d_weights = tl.dot(d_rows, tl.trans(values), input_precision=PRECISION)
         dropped = p
         if DROPOUT:

@@ -15,7 +15,9 @@ import triton.language as tl
 
 from foci.kernels.attention.tile import (
     LENGTHS,
+    check_length,
     find_full_tiles,
+    hide_other_documents,
     load_rows,
     load_tile,
     locate_bias,
@@ -32,7 +34,7 @@ from foci.kernels.logits import LOG2_E
 
 @triton.jit
 def attend_to_tile(
-    queries, k, v, k_row, v_row, first_j, c, d, e, i, low, high, peak, total, weighted,
+    queries, k, v, k_row, v_row, first_j, c, d, e, i, low, high, contiguous, peak, total, weighted,
     query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key, drawn, b, h, threshold, keep_scale,
     offset, Tq, Tk, D, Dv, slope, scale, softcap,
     MASKED: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -54,10 +56,10 @@ def attend_to_tile(
         # would turn the largest product into the smallest logit, and 0 times the -inf of a masked entry is NaN.
         z, factor = dots, scale * LOG2_E
     if MASKED:
-        seen = visible_keys(
-            low[:, None], high[:, None], i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE
-        )
+        seen = visible_keys(low[:, None], high[:, None], i, j, dense, dense_query, dense_key, DENSE)
         z = tl.where(seen, z, -float("inf"))
+        if IDS:
+            z = hide_other_documents(z, -float("inf"), contiguous, i, j, query_ids, key_ids, Tq, Tk)
     higher = tl.maximum(peak, tl.max(z, 1) * factor)
     # A row without a visible key so far has peak -inf, and -inf - -inf would be NaN. A bias may be -inf, too.
     safe = tl.where(higher == -float("inf"), 0.0, higher) if MASKED or BIAS > 0 else higher
@@ -136,7 +138,7 @@ def attention_forward_kernel(
         low, high = visible_range(
             key_ranges, document_ranges, s, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
         )
-        first, last, full, end = find_full_tiles(low, high, document_ranges, rows, Tq, Tk, BN, IDS, DENSE)
+        first, last, full, end, contiguous = find_full_tiles(low, high, document_ranges, rows, Tq, Tk, BN, IDS, DENSE)
         if SPLIT:
             split_start = tl.program_id(1) * split_tiles
             first, last = tl.maximum(first, split_start), tl.minimum(last, split_start + split_tiles)
@@ -144,19 +146,20 @@ def attention_forward_kernel(
             last = tl.maximum(last, first)
             full = tl.minimum(tl.maximum(full, first), last)
             end = tl.minimum(tl.maximum(end, full), last)
+        skipped = end - full
         if not DENSE:
             for t in range(full, end):
                 # Adding Tk * 0 makes the product a tensor for Triton's interpreter, too.
                 peak, total, weighted = attend_to_tile(
-                    queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, peak, total, weighted,
-                    query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key,
+                    queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, contiguous, peak, total,
+                    weighted, query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key,
                     drawn, b + first_b, h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale,
                     softcap, False, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, POSITIVE, EXACT, EVEN, DIRECT, PRECISION,
                 )  # fmt: skip
-        for n in range(first, last - (end - full)):
-            t = tl.where(n < full, n, n + (end - full))
+        for n in range(first, last - skipped):
+            t = tl.where(n < full, n, n + skipped)
             peak, total, weighted = attend_to_tile(
-                queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, peak, total, weighted,
+                queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, contiguous, peak, total, weighted,
                 query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key,
                 drawn, b + first_b, h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
                 True, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, POSITIVE, EXACT, EVEN, DIRECT, PRECISION,
@@ -180,10 +183,11 @@ def attention_forward_kernel(
     tl.store(log_sums + at, tl.log2(tl.where(empty, 1.0, total)), mask=inside)
 
 
-@triton.jit(do_not_specialize=["H", "Tq", "splits", "peaks_batch", "peaks_head"])
+@triton.jit(do_not_specialize=["H", "Tq", "Tk", "splits", "peaks_batch", "peaks_head", "lengths_batch"])
 def merge_attention_splits(
-    split_out, split_peaks, split_log_sums, out, peaks, log_sums,
-    H, Tq, Dv, splits, out_batch, out_head, out_row, peaks_batch, peaks_head, BS: tl.constexpr, BV: tl.constexpr,
+    split_out, split_peaks, split_log_sums, out, peaks, log_sums, lengths,
+    H, Tq, Tk, Dv, splits, out_batch, out_head, out_row, peaks_batch, peaks_head, lengths_batch,
+    PADDED: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row, each with its log-sum-exp; one program per row (b, h, i).
 
@@ -192,6 +196,8 @@ def merge_attention_splits(
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     b, h, i = row // Tq // H, row // Tq % H, row % Tq
+    if PADDED > 0:
+        check_length(lengths, lengths_batch, b, Tk)
     s, e = tl.arange(0, BS), tl.arange(0, BV)
     part = tl.load(split_peaks + s * rows + row, mask=s < splits, other=-float("inf"))
     log_sum = tl.load(split_log_sums + s * rows + row, mask=s < splits, other=0.0)

@@ -27,7 +27,7 @@ LENGTHS = [
     "H", "group", "Tq", "Tk", "first_b", "first_h", "out_split", "peaks_split", "peaks_batch", "peaks_head",
     "split_tiles", "lengths_batch", "document_ranges_batch", "key_ranges_batch", "query_ids_batch", "key_ids_batch",
     "dense_batch", "dense_head", "dense_query", "dense_key", "bias_batch", "bias_head", "bias_query", "bias_key",
-    "threshold", "query_tiles_batch", "left", "right", "always", "stop",
+    "threshold", "query_tiles_batch", "left", "right", "always", "stop", "sequence",
 ]  # fmt: skip
 
 
@@ -90,12 +90,27 @@ def sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED: tl.constexpr):
     start, end = Tk * 0, tl.minimum(stop, Tk)
     if PADDED > 0:
         length = tl.load(lengths + b * lengths_batch).to(tl.int32)
-        tl.device_assert((length >= 0) & (length <= Tk), "lengths must be from 0 to the number of keys")
         if PADDED == 1:
             end = tl.minimum(end, length)
         else:
             start = tl.maximum(Tk - length, 0)
     return start, end
+
+
+@triton.jit
+def check_length(lengths, lengths_batch, b, Tk):
+    """Assert that the length of sequence b is valid; not in a kernel that uses tensor cores.
+
+    In a kernel with a call, which the assertion is, every product waits for the one before.
+    """
+    length = tl.load(lengths + b * lengths_batch)
+    tl.device_assert((length >= 0) & (length <= Tk), "lengths must be from 0 to the number of keys")
+
+
+@triton.jit(do_not_specialize=["lengths_batch", "Tk"])
+def check_lengths(lengths, lengths_batch, Tk):
+    """Check the length of a sequence per program."""
+    check_length(lengths, lengths_batch, tl.program_id(0).to(tl.int64), Tk)
 
 
 @triton.jit
@@ -118,24 +133,44 @@ def visible_range(
 
 @triton.jit
 def find_full_tiles(low, high, document_ranges, rows, Tq, Tk, BN: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr):
-    """Key tiles first to last that some query sees, and full to end of these that every query sees completely."""
+    """Key tiles first to last that some query sees, full to end of these that every query sees completely, and whether
+    the documents of the queries are contiguous.
+    """
     inside, some = rows < Tq, high > low
     first = tl.min(tl.where(some, low, Tk), 0) // BN
     last = tl.maximum(tl.cdiv(tl.max(tl.where(some, high, 0), 0), BN), first)
     full = tl.minimum(tl.maximum(tl.cdiv(tl.max(low, 0), BN), first), last)
     end = tl.minimum(tl.maximum(tl.min(tl.where(inside, high, Tk), 0) // BN, full), last)
+    contiguous = Tk * 0
     if IDS:
-        exact = tl.min(tl.load(document_ranges + 2 * Tq + rows, mask=inside, other=1), 0)
-        end = tl.where(exact > 0, end, full)
+        contiguous = tl.min(tl.load(document_ranges + 2 * Tq + rows, mask=inside, other=1), 0)
+        end = tl.where(contiguous > 0, end, full)
     if DENSE:
         end = full
-    return first, last, full, end
+    return first, last, full, end, contiguous
 
 
 @triton.jit
 def locate_bias(bias, b, h, bias_batch, bias_head, BIAS: tl.constexpr):
     """The dense bias of one head. Strides of aligned rows are counted in groups of 8 entries: see `bias_strides`."""
     return bias + (b * bias_batch + h * bias_head) * (8 if BIAS == 1 else 1)
+
+
+@triton.jit
+def load_bias(bias, bias_query, bias_key, i, j, Tq, Tk, MASKED: tl.constexpr, BIAS: tl.constexpr):
+    """The entries (i, j) of the dense bias of one head."""
+    rows = tl.minimum(i, Tq - 1).to(tl.int64)
+    if BIAS == 1:
+        # Rows of whole groups of 8 entries: the loads take 16 bytes at a time, and groups are in the row or not.
+        pointers = bias + (rows * (bias_query * 8) + j)
+        if MASKED:
+            entries = tl.load(pointers, mask=j // 8 < Tk // 8, other=0.0)
+        else:
+            entries = tl.load(pointers)
+    else:
+        columns = tl.minimum(j, Tk - 1) if MASKED else j
+        entries = tl.load(bias + (rows * bias_query + columns.to(tl.int64) * bias_key))
+    return entries
 
 
 @triton.jit
@@ -149,33 +184,30 @@ def tile_logits(
         dots, dots, i, j, offset, slope, scale, softcap, 0, SOFTCAP, ALIBI, EXACT, DIRECT
     )
     if BIAS > 0:
-        rows = tl.minimum(i, Tq - 1).to(tl.int64)
-        if BIAS == 1:
-            # Rows of whole groups of 8 entries: the loads take 16 bytes at a time, and groups are in the row or not.
-            pointers = bias + (rows * (bias_query * 8) + j)
-            if MASKED:
-                entries = tl.load(pointers, mask=j // 8 < Tk // 8, other=0.0)
-            else:
-                entries = tl.load(pointers)
-        else:
-            columns = tl.minimum(j, Tk - 1) if MASKED else j
-            entries = tl.load(bias + (rows * bias_query + columns.to(tl.int64) * bias_key))
-        z += entries.to(tl.float32) * LOG2_E
+        z += load_bias(bias, bias_query, bias_key, i, j, Tq, Tk, MASKED, BIAS).to(tl.float32) * LOG2_E
     return z, tanh_softcap
 
 
 @triton.jit
-def visible_keys(
-    low, high, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS: tl.constexpr, DENSE: tl.constexpr
-):
-    """Entries (i, j) from low to high, of the same document, and set in the dense mask."""
+def visible_keys(low, high, i, j, dense, dense_query, dense_key, DENSE: tl.constexpr):
+    """Entries (i, j) from low to high that are set in the dense mask. Documents: see `hide_other_documents`."""
     seen = (j >= low) & (j < high)
-    if IDS:
-        seen &= tl.load(query_ids + i, mask=i < Tq, other=0) == tl.load(key_ids + j, mask=j < Tk, other=0)
     if DENSE:
         offsets = i.to(tl.int64) * dense_query + j.to(tl.int64) * dense_key
         seen &= tl.load(dense + offsets, mask=seen, other=0) != 0
     return seen
+
+
+@triton.jit
+def hide_other_documents(x, hidden: tl.constexpr, contiguous, i, j, query_ids, key_ids, Tq, Tk):
+    """x, and `hidden` where query and key are of different documents.
+
+    Contiguous documents are ranges, which `visible_range` found: comparing ids takes longer than the rest of a tile.
+    """
+    if contiguous == 0:
+        same = tl.load(query_ids + i, mask=i < Tq, other=0) == tl.load(key_ids + j, mask=j < Tk, other=0)
+        x = tl.where(same, x, hidden)
+    return x
 
 
 @triton.jit(do_not_specialize=["query_ids_batch", "key_ids_batch", "Tq", "Tk"])
@@ -192,7 +224,9 @@ def find_document_ranges(
     ids = tl.load(query_ids + b * query_ids_batch + tl.minimum(rows, Tq - 1))
     key_ids += b * key_ids_batch
     smallest, largest = tl.min(ids, 0), tl.max(ids, 0)
-    low, high, count = tl.full((BM,), 0, tl.int32) + Tk, tl.zeros((BM,), tl.int32), tl.zeros((BM,), tl.int32)
+    # Per place of a block; reduced once, after the loops.
+    highs, counts = tl.zeros((BM, BN), tl.int32), tl.zeros((BM, BN), tl.int32)
+    lows = highs + Tk
     # Most keys belong to other documents: 8 BN of them are skipped at a time.
     for block in range(0, Tk, 8 * BN):
         some = tl.load(key_ids + tl.minimum(block + tl.arange(0, 8 * BN), Tk - 1))
@@ -201,9 +235,10 @@ def find_document_ranges(
                 j = first + c
                 keys = tl.load(key_ids + tl.minimum(j, Tk - 1))
                 same = (keys[None, :] == ids[:, None]) & (j < Tk)[None, :]
-                low = tl.minimum(low, tl.min(tl.where(same, j[None, :], Tk), 1))
-                high = tl.maximum(high, tl.max(tl.where(same, j[None, :] + 1, 0), 1))
-                count += tl.sum(same.to(tl.int32), 1)
+                lows = tl.minimum(lows, tl.where(same, j[None, :], Tk))
+                highs = tl.where(same, j[None, :] + 1, highs)
+                counts += same.to(tl.int32)
+    low, high, count = tl.min(lows, 1), tl.max(highs, 1), tl.sum(counts, 1)
     document_ranges = document_ranges.to(tl.pointer_type(tl.int32)) + b * 3 * Tq + rows
     tl.store(document_ranges, tl.minimum(low, high), mask=inside)
     tl.store(document_ranges + Tq, high, mask=inside)

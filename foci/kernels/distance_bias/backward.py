@@ -234,7 +234,7 @@ def distance_bias_key_gradients(
 
     A tile is (keys, queries) here, so that no product transposes it.
 
-    With RANGES, query_tiles (Bm, tiles of keys, 4) begins with the query tiles that see some of these keys, and
+    With RANGES, query_tiles (Bm, tiles of keys, 5) begins with the query tiles that see some of these keys, and
     common_keys (Bm, tiles of queries, 2) the range of keys that all queries of a tile see: int32 in float workspace.
     """
     tiles = tl.cdiv(Tk, BN)
@@ -255,8 +255,8 @@ def distance_bias_key_gradients(
     start, stop = 0, tl.cdiv(Tq, BM)
     if RANGES > 0:
         query_tiles, common_keys = as_int32_pointer(query_tiles), as_int32_pointer(common_keys)
-        start = tl.load(query_tiles + b * query_tiles_batch + 4 * tile)
-        stop = tl.load(query_tiles + b * query_tiles_batch + 4 * tile + 1)
+        start = tl.load(query_tiles + b * query_tiles_batch + 5 * tile)
+        stop = tl.load(query_tiles + b * query_tiles_batch + 5 * tile + 1)
         common_keys += b * common_keys_batch
     elif CAUSAL:
         start = tl.maximum(first_j - offset, 0) // BM

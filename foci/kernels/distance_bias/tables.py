@@ -81,10 +81,11 @@ def find_tile_query_ranges(
 ):
     """For each tile of keys, find which of `count` query tiles see some of its keys, and which see all of them.
 
-    query_tiles (Bm, tiles, 4): first and last + 1 of the tiles that see some; the same of a run that sees all.
+    query_tiles (Bm, tiles, 5): first and last + 1 of the tiles that see some; the same of a run that sees all; and 1
+    if the queries of each tile that sees some have a common range, 0 if not.
     """
     b, tile = tl.program_id(0), tl.program_id(1)
-    first, last, full, end = count, 0, count, count
+    first, last, full, end, common = count, 0, count, count, 1
     for start in range(0, count, BT):
         t = start + tl.arange(0, BT)
         inside = t < count
@@ -99,12 +100,14 @@ def find_tile_query_ranges(
         last = tl.maximum(last, tl.max(tl.where(seen, t + 1, 0), 0))
         low = tl.load(as_int32_pointer(common_keys) + 2 * index, mask=inside, other=0)
         high = tl.load(as_int32_pointer(common_keys) + 2 * index + 1, mask=inside, other=0)
+        common = tl.minimum(common, tl.min(tl.where(seen & (high == 0), 0, 1), 0))
         whole = inside & (low <= tile * BN) & (high >= tl.minimum((tile + 1) * BN, Tk))
         full = tl.minimum(full, tl.min(tl.where(whole, t, count), 0))
         end = tl.minimum(end, tl.min(tl.where((t > full) & (whole == 0), t, count), 0))
-    index = 4 * (b.to(tl.int64) * tl.num_programs(1) + tile)
+    index = 5 * (b.to(tl.int64) * tl.num_programs(1) + tile)
     query_tiles = as_int32_pointer(query_tiles) + index
     tl.store(query_tiles, first)
     tl.store(query_tiles + 1, last)
     tl.store(query_tiles + 2, full)
     tl.store(query_tiles + 3, end)
+    tl.store(query_tiles + 4, common)
