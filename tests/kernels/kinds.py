@@ -3,21 +3,25 @@
 `python -m tests.kernels.kinds 90` compiles every kind for compute capability 9.0 with the installed Triton and prints
 a line for each that does not compile. `python -m tests.kernels.kinds --versions 3.5 3.9` does that for 8.0, 9.0 and
 10.0 with each of these versions of Triton, in an environment of its own; `--versions newest` with the newest one.
+`--resources file.csv` lists the registers, stack and shared memory that each kernel takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import venv
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 # Triton reads this when a kernel is defined.
@@ -32,9 +36,11 @@ import foci.statistics.cuda.hopper
 from foci.arguments import Call, prepare_call
 from foci.gpu import additive, attention, compilation, launcher
 from foci.gpu.compilation import CollectedLaunch, collect_launches
-from foci.statistics.cuda import divergence, plan
+from foci.statistics.cuda import columns, divergence, plan
 
 CAPABILITIES = (80, 90, 100)
+# Bytes of shared memory that a launch can have.
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 NEWEST = "newest"
 Arguments = dict[str, Any]
 
@@ -104,6 +110,8 @@ KINDS: dict[str, Kind] = {
     "summary odd length": (HALF, 64, 200, False, True, lambda d, t: {}),
     "summary float32": (FULL, 64, LENGTH, False, True, lambda d, t: {}),
     "divergence": (HALF, 128, LENGTH, False, False, lambda d, t: {"mask": foci.causal}),
+    "columns": (HALF, 64, LENGTH, False, False, lambda d, t: {}),
+    "columns float32": (FULL, 256, LENGTH, False, False, lambda d, t: {}),
 }  # fmt: skip
 
 
@@ -182,6 +190,7 @@ def imagined_gpu(capability: int, backward: bool) -> Iterator[None]:
         # Plans made for another GPU.
         stack.enter_context(mock.patch.object(launcher, "CACHED_PLANS", {}))
         stack.enter_context(mock.patch.object(plan, "PASS_CACHE", {}))
+        stack.enter_context(mock.patch.object(columns, "COLUMNS_LAUNCHES", {}))
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)))
         stack.enter_context(mock.patch.object(Call, "needs_grad", property(lambda call: backward)))
@@ -204,6 +213,8 @@ def collect_kind(name: str, capability: int) -> list[CollectedLaunch]:
         arguments = build(width, queries)
         if name == "divergence":
             collect_divergence(q, k, arguments)
+        elif name.startswith("columns"):
+            columns.compute_columns(q, k, range(1, 2), range(11), dtype)
         elif not name.startswith(("causal summary", "summary")):
             with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value="determin" in name):
                 foci.attention(q, k, k, backend="triton", **arguments)
@@ -235,17 +246,67 @@ def call_of(q: Tensor, k: Tensor, arguments: Arguments) -> Call:
     return prepare_call(q, k, k, *given, None, None, 0.0, True)
 
 
-def compile_kinds(capability: int, names: list[str]) -> dict[str, str]:
-    """The kinds that do not compile, with the reason."""
+class Resources(NamedTuple):
+    """What a compiled kernel takes: warps, bytes of shared memory, registers and bytes of stack per thread."""
+
+    kernel: str
+    warps: int
+    shared: int
+    registers: int
+    stack: int  # spilled registers, nearly always
+
+
+def compile_kind(name: str, capability: int) -> list[Resources]:
+    """Compile the kernels of a kind and read what they take; an error where they do not fit on the GPU."""
+    collected = collect_kind(name, capability)
+    assert collected, "no launches"
+    compilation.compile_collected(collected)
+    compiled = {
+        kernel.hash: (each.launch.kernel.__name__, kernel)
+        for each in collected
+        for kernel in [compilation.start_compiling(each.launch, each.arguments())]
+    }
+    found = [read_resources(*each) for each in compiled.values()]
+    for each in found:
+        assert each.shared <= SHARED_MEMORY[capability], (
+            f"{each.kernel} takes {each.shared} bytes of shared memory, the GPU has {SHARED_MEMORY[capability]}"
+        )
+    return found
+
+
+def read_resources(name: str, kernel: Any) -> Resources:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(number) for number in re.findall(r"(?:REG|STACK):(\d+)", text))
+    return Resources(name, kernel.metadata.num_warps, kernel.metadata.shared, registers, stack)
+
+
+def compile_kinds(capability: int, names: list[str], file: Path | None = None) -> dict[str, str]:
+    """The kinds that do not compile or do not fit, with the reason; appends what the kernels take to a file."""
+    import triton
+
     failures = {}
     for name in names:
         try:
-            collected = collect_kind(name, capability)
-            assert collected, "no launches"
-            compilation.compile_collected(collected)
+            found = compile_kind(name, capability)
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything
             failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            found = []
+        if file is not None:
+            rows: list[tuple[Any, ...]] = [*found] or [(failures[name],)]
+            append_rows(file, [(triton.__version__, capability, name, *row) for row in rows])
     return failures
+
+
+def append_rows(file: Path, rows: list[tuple[Any, ...]]) -> None:
+    """Append lines to a CSV file; a new one starts with the names of its columns."""
+    is_new = not file.exists()
+    with file.open("a", newline="") as opened:
+        csv.writer(opened).writerows([("triton", "capability", "kind", *Resources._fields)] * is_new + rows)
 
 
 def main() -> int:
@@ -254,6 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("capability", type=int, nargs="*", help="80, 90 or 100 (default: all)")
     parser.add_argument("--only", nargs="+", default=[], help="kinds whose name contains one of these")
+    parser.add_argument("--resources", type=Path, help="a CSV file; appends warps, memory and registers per kernel")
     parser.add_argument("--versions", nargs="+", help=f"versions of Triton, or {NEWEST}, each in an environment")
     parser.add_argument("--environments", type=Path, default=Path("build/triton"), help="where these are kept")
     options = parser.parse_args()
@@ -263,7 +325,7 @@ def main() -> int:
     failed = 0
     for capability in options.capability or CAPABILITIES:
         start = time.perf_counter()
-        failures = compile_kinds(capability, names)
+        failures = compile_kinds(capability, names, options.resources)
         failed += len(failures)
         print(
             f"triton {triton.__version__}, sm_{capability}: {len(names) - len(failures)} of {len(names)} kinds", end=""
@@ -288,6 +350,8 @@ def run_version(version: str, options: argparse.Namespace) -> int:
     command = [python, "-m", "tests.kernels.kinds", *map(str, options.capability)]
     if options.only:
         command += ["--only", *options.only]
+    if options.resources:
+        command += ["--resources", options.resources]
     environment = os.environ | {"TRITON_CACHE_DIR": str(folder / "cache")}
     return subprocess.run(command, env=environment, check=False).returncode
 

@@ -123,13 +123,17 @@ def sum_reciprocals_by_two(
     e = E + query_offset(tile_rows(BM, MT), DP, ROW_GROUP)
     f = F + 2 * tile_columns(BN, NT)
     for _ in range(0, DP, CHUNK):
-        for step in tl.static_range(CHUNK // 2):
-            e0, e1 = unpack_two_floats(tl.load(e + step // 2 * (2 * ROW_GROUP) + step % 2))
-            f0, f1 = unpack_two_floats(tl.load(f + step // 2 * (2 * BN) + step % 2))
-            c1, c0 = unpack_two_floats(tl.load(table + step))
+        for step in tl.static_range(CHUNK // 4):
+            e0, e1, e2, e3 = load_four_floats(e + 2 * step * ROW_GROUP, GPU)
+            f0, f1, f2, f3 = load_four_floats(f + 2 * step * BN, GPU)
+            c1, c0 = unpack_two_floats(tl.load(table + 2 * step))
+            c3, c2 = unpack_two_floats(tl.load(table + 2 * step + 1))
             d0 = c0 + e0 * f0
             d1 = c1 + e1 * f1
             total += (d0 + d1) * reciprocal(d0 * d1, GPU)
+            d2 = c2 + e2 * f2
+            d3 = c3 + e3 * f3
+            total += (d2 + d3) * reciprocal(d2 * d3, GPU)
         e += CHUNK // 2 * ROW_GROUP
         f += CHUNK // 2 * BN
         table += CHUNK // 2
