@@ -207,7 +207,8 @@ def test_the_divergence_operator_passes_opcheck(permuted: bool) -> None:
     slopes = randn(4, seed=9, dtype=torch.float64).requires_grad_()
     calls = attend(*sides[0], mask=foci.causal, bias=foci.ALiBi(slopes)).call, attend(*sides[1], mask=foci.causal).call
     keys = [KEYS.unsqueeze(0)] if permuted else []
-    torch.library.opcheck(divergence_operator, (keys, *encode_call(calls[0]), permuted, *encode_call(calls[1]), False))
+    inputs = (keys, *encode_call(calls[0]), permuted, *encode_call(calls[1]), False)
+    torch.library.opcheck(divergence_operator.overload, inputs)
 
 
 def test_memory_does_not_grow_with_the_square() -> None:

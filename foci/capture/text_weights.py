@@ -5,6 +5,8 @@ B batch, H heads, T tokens.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,30 +15,33 @@ from torch import Tensor
 from foci.capture.token_ids import TokenIds
 from foci.record.kept import Keep, TextPositions
 from foci.record.labels import Labels
+from foci.statistics.cuda import columns as cuda_columns
 
 if TYPE_CHECKING:
     from foci.capture.diffusion import Denoising
     from foci.capture.layer_log import LayerLog
     from foci.capture.naming import LayerName
 
-# Weights on text are computed from whole rows up to this many entries, 64 MiB in float32.
+# Where the GPU kernel does not run, weights on text are computed from whole rows up to this many entries, 64 MiB in
+# float32.
 MAX_SHORT_ENTRIES = 2**24
 
 
-class CallKey(NamedTuple):
-    """What the calls of a module have in common at all denoising steps; `number` counts its calls in a pass."""
-
-    module: str
-    number: int
-    queries: int
-    keys: int
+# The module of a call, how many calls it has made in the pass, and the shapes of the queries and keys: what is the same
+# at all denoising steps.
+CallKey = tuple[str, int, torch.Size, torch.Size]
 
 
 class KnownCall(NamedTuple):
-    """A call of an earlier denoising step: its log, and the batch and heads of its queries."""
+    """A call of an earlier denoising step: its log, the keys that are text, and whether its rows have few entries."""
 
     log: LayerLog
-    batch_and_heads: tuple[int, int]
+    keys: slice | list[int]
+    is_short: bool
+
+    def has_room_for(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the weights of a call like this one take little memory: if it is short, or with a kernel on a GPU."""
+        return self.is_short or cuda_columns.supports(q, k)
 
 
 class TextWeights:
@@ -96,12 +101,6 @@ def find_text_of(labels: Labels | None, length: int) -> tuple[int, ...] | None:
     return tuple(sorted(n for n in positions if any(row[n] for row in labels.texts)))
 
 
-def is_short_call(q: Tensor, k: Tensor, batch_and_heads: tuple[int, int]) -> bool:
-    """Whether a call has this batch and these heads, and so few entries that its rows are computed as a whole."""
-    return (
-        type(q) is type(k) is Tensor
-        and q.dim() == k.dim() == 4
-        and q.shape[:2] == k.shape[:2] == batch_and_heads
-        and q.shape[:3].numel() * k.shape[2] <= MAX_SHORT_ENTRIES
-        and not torch.is_autocast_enabled(q.device.type)
-    )
+def is_short_call(shape: Sequence[int]) -> bool:
+    """Whether weights (B, H, Tq, Tk) have so few entries that rows are computed as a whole."""
+    return math.prod(shape) <= MAX_SHORT_ENTRIES

@@ -9,7 +9,7 @@ B batch, H heads, Tq queries, Tk keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING
@@ -164,7 +164,7 @@ def find_single_key_queries(call: Call) -> Tensor | None:
     return reduce(or_, marks) if marks else None
 
 
-def compute_maxima(found: dict[str, Tensor], counted: Tensor, zeros: Tensor) -> list[Tensor]:
+def compute_maxima(found: Mapping[str, Tensor], counted: Tensor, zeros: Tensor) -> list[Tensor]:
     """The largest logit, and minus the least entropy of the counted queries, (H,) each; -inf where there is none."""
     missing = torch.full_like(zeros, -math.inf)
     if not counted.numel():

@@ -144,6 +144,8 @@ class Layer:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of `dense()`: (B, H, Tq, Tk), for a single head (B, Tq, Tk)."""
+        if self.kept is not None:
+            return tuple(self.kept.shape)
         sources = (self.weights, self.kept, self.matrix, self.windows, self._mean)
         source = next(each for each in sources if each is not None)
         return tuple(source.shape)

@@ -20,6 +20,7 @@ from foci.arguments import Call
 from foci.runtime.tracing import disable_autocast
 from foci.scores import Additive
 from foci.statistics import cpu_c, cuda, streaming
+from foci.statistics.cuda.repeated_pass import run_repeated_pass
 from foci.statistics.request import Request
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "compute_statistics",
     "compute_transposed_product",
     "describe_statistics_backend",
+    "run_repeated_pass",
 ]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
+from foci.runtime.operators import operator
 from foci.runtime.tracing import enable_autograd_in_operator
 from foci.statistics import divergence as streaming
 from foci.weights.encoding import EncodedCall, decode_call, encode_call
@@ -42,7 +43,7 @@ def run_encoded(keys: list[Tensor], sides: Sides) -> tuple[Tensor, Tensor, Tenso
     return streaming.compute_divergence(*calls, (teacher_averaged, student_averaged), keys[0] if keys else None)
 
 
-@torch.library.custom_op("foci::divergence", mutates_args=(), schema=f"({PAIR_SCHEMA}) -> (Tensor, Tensor, Tensor)")
+@operator("divergence", f"({PAIR_SCHEMA}) -> (Tensor, Tensor, Tensor)")
 def divergence_operator(keys: list[Tensor], *sides: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the divergence of each query, whether it sees a key, and whether a key is hidden from the student."""
     divergence, counted, hidden = run_encoded(keys, sides)
@@ -59,11 +60,7 @@ def _(keys: list[Tensor], *sides: Any) -> tuple[Tensor, Tensor, Tensor]:
     return student.new_empty(shape, dtype=dtype), *flags
 
 
-@torch.library.custom_op(
-    "foci::divergence_backward",
-    mutates_args=(),
-    schema=f"(Tensor slope, bool[] needed, {PAIR_SCHEMA}) -> Tensor[]",
-)
+@operator("divergence_backward", f"(Tensor slope, bool[] needed, {PAIR_SCHEMA}) -> Tensor[]")
 def divergence_backward(slope: Tensor, needed: list[bool], keys: list[Tensor], *sides: Any) -> list[Tensor]:
     """Compute the gradients of the queries, keys and other tensors of both sides that need one."""
     with enable_autograd_in_operator():

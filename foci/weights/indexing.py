@@ -118,7 +118,8 @@ def axis_error(name: str, item: Any) -> str:
 
 def to_int(item: Any) -> Any:
     """Integers of other libraries and tensors with one integer as int; anything else unchanged."""
-    if isinstance(item, int | slice | list | torch.SymInt):
+    # torch.compile of PyTorch 2.11 fails where `operator.index` refuses a tuple.
+    if item is None or isinstance(item, int | slice | list | tuple | torch.SymInt):
         return item
     if isinstance(item, Tensor) and (item.dim() > 0 or item.dtype == torch.bool or is_traced(item)):
         return item

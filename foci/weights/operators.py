@@ -10,7 +10,7 @@ B batch, H heads (1 for the mean over heads), Tq queries, Tk keys, E width of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foci import statistics
 from foci.arguments import Call
+from foci.runtime.operators import Operator, operator
 from foci.runtime.tracing import enable_autograd_in_operator, is_traced
 from foci.statistics import Request
 from foci.weights import key_mass, slices
@@ -42,8 +43,11 @@ def has_operators(call: Call) -> bool:
     return all(is_encodable(getattr(call, name)) for name in ENCODED_FIELDS)
 
 
-def compute_statistics(call: Call, lse: Tensor, request: Request, averaged: bool) -> dict[str, Tensor]:
-    """`statistics.compute_statistics`, as an operator while tracing."""
+def compute_statistics(call: Call, lse: Tensor, request: Request, averaged: bool) -> Mapping[str, Tensor]:
+    """`statistics.compute_statistics`, as an operator while tracing; results may share memory."""
+    repeated = None if averaged else statistics.run_repeated_pass(call, lse, request)
+    if repeated is not None:
+        return repeated
     if not is_operator_call(call, lse):
         return statistics.compute_statistics(call, lse, request, averaged)
     q, k, tensors, numbers, text = encode_call(call)
@@ -121,11 +125,7 @@ def own_memory(result: Tensor) -> Tensor:
     return result if dense else result.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op(
-    "foci::statistics",
-    mutates_args=(),
-    schema=f"(Tensor lse, str names, SymInt[] sizes, {CALL_SCHEMA}) -> Tensor[]",
-)
+@operator("statistics", f"(Tensor lse, str names, SymInt[] sizes, {CALL_SCHEMA}) -> Tensor[]")
 def statistics_operator(lse: Tensor, names: str, sizes: list[int], *inputs: Any) -> list[Tensor]:
     """Compute the requested statistics, without gradients."""
     *encoded, averaged = inputs
@@ -173,24 +173,20 @@ class Differentiable:
         return (self.differentiable if call.needs_grad else self.forward)(call, lse, operands, sizes, averaged)
 
 
-def register_operators(kind: Differentiable) -> Any:
-    """Registers foci::<name> and foci::<name>_backward, and returns the first."""
+def define_operators(kind: Differentiable) -> Operator:
+    """Defines foci::<name> and foci::<name>_backward, and returns the first."""
 
-    @torch.library.custom_op(f"foci::{kind.name}", mutates_args=(), schema=f"({INPUT_SCHEMA}) -> Tensor")
-    def operator(lse: Tensor, operands: list[Tensor], sizes: list[int], *inputs: Any) -> Tensor:
+    @operator(kind.name, f"({INPUT_SCHEMA}) -> Tensor")
+    def forward(lse: Tensor, operands: list[Tensor], sizes: list[int], *inputs: Any) -> Tensor:
         *encoded, averaged = inputs
         return own_memory(kind.forward(decode_call(EncodedCall(*encoded)), lse, operands, sizes, averaged))
 
-    @operator.register_fake
+    @forward.register_fake
     def _(lse: Tensor, operands: list[Tensor], sizes: list[int], q: Tensor, k: Tensor, *inputs: Any) -> Tensor:
         lead = (q.shape[0], 1 if inputs[-1] else q.shape[1])
         return q.new_empty((*lead, *kind.shape(q, k, operands, sizes)), dtype=softmax_dtype(q))
 
-    @torch.library.custom_op(
-        f"foci::{kind.name}_backward",
-        mutates_args=(),
-        schema=f"(Tensor slope, bool[] needed, {INPUT_SCHEMA}) -> Tensor[]",
-    )
+    @operator(f"{kind.name}_backward", f"(Tensor slope, bool[] needed, {INPUT_SCHEMA}) -> Tensor[]")
     def backward(slope: Tensor, needed: list[bool], *inputs: Any) -> list[Tensor]:
         return compute_gradients(kind, slope, needed, *inputs)
 
@@ -202,8 +198,8 @@ def register_operators(kind: Differentiable) -> Any:
     def differentiate(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
         return place_gradients(ctx, backward, slope)
 
-    operator.register_autograd(differentiate, setup_context=save_inputs)
-    return operator
+    forward.register_autograd(differentiate, setup_context=save_inputs)
+    return forward
 
 
 def gradient_inputs(
@@ -250,7 +246,9 @@ def compute_one(name: str, request: Request) -> Compute:
     """The forward of a statistic that the fast passes compute."""
 
     def compute(call: Call, lse: Tensor, operands: list[Tensor], sizes: list[int], averaged: bool) -> Tensor:
-        return statistics.compute_statistics(call, lse, request, averaged)[name]
+        repeated = None if averaged else statistics.run_repeated_pass(call, lse, request)
+        results = statistics.compute_statistics(call, lse, request, averaged) if repeated is None else repeated
+        return results[name]
 
     return compute
 
@@ -311,6 +309,6 @@ ENTRIES = Differentiable(
 )
 KEY_MASS = Differentiable("key_mass", mass_of_keys, mass_of_keys, lambda q, k, operands, sizes: (operands[0].shape[0],))
 OPERATORS = {
-    kind.name: register_operators(kind)
+    kind.name: define_operators(kind)
     for kind in (ENTROPY, DISTANCE, RECEIVED, TRANSPOSED_PRODUCT, GROUP_MASS, ENTRIES, KEY_MASS)
 }

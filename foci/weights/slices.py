@@ -16,6 +16,7 @@ from foci.masks.kinds import Causal
 from foci.masks.tile import Tile
 from foci.runtime.tracing import disable_autocast, is_capturing_cuda_graph, is_traced
 from foci.scores import Dot
+from foci.statistics.cuda import columns as cuda_columns
 from foci.statistics.streaming import finite_lse
 
 # Without gradients only the result is kept, so that this many strips are computed at a time.
@@ -107,18 +108,34 @@ def compute_columns(call: Call, lse: Tensor, keys: slice) -> Tensor:
     return (call.q.to(dtype) @ k.mT).mul_(factor).sub_(finite_lse(lse).unsqueeze(-1)).exp_()
 
 
-def compute_columns_of_short_rows(q: Tensor, k: Tensor, keys: slice | list[int]) -> Tensor:
-    """The columns of some keys, (B, H, Tq, C), of a plain dot product with few keys: from whole rows, without autocast.
+def compute_columns_of_short_rows(
+    q: Tensor, k: Tensor, keys: slice | list[int], rows: slice | None, dtype: torch.dtype
+) -> Tensor:
+    """The columns of some keys, (rows, H, Tq, C), of a plain dot product with few keys: from whole rows.
 
-    There is no log-sum-exp, so the model's own call can compute the output.
+    There is no log-sum-exp, so the model's own call can compute the output. Neither autocast nor gradients apply.
+
+    Args:
+        q, k: (B, H, Tq, D) and (B, H, Tk, D).
+        keys: the columns.
+        rows: the sequences of the batch whose weights are computed; None: all.
+        dtype: of the result.
     """
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    # Of one sequence, whose heads lie in one tensor, these are views if no conversion is needed.
-    queries, all_keys = q.to(dtype).flatten(0, 1), k.to(dtype).flatten(0, 1)
-    # The scale is part of the product, and rounds nothing before it.
-    logits = torch.baddbmm(queries.new_empty(1), queries, all_keys.mT, beta=0, alpha=q.shape[-1] ** -0.5)
-    # A softmax would be handed to foci.watch.
-    weights: Tensor = logits.log_softmax(-1)[..., keys].exp().unflatten(0, q.shape[:2])
+    if isinstance(keys, slice) and cuda_columns.is_on_gpu(q):
+        sequences = range(q.shape[0]) if rows is None else range(rows.start, rows.stop)
+        found = cuda_columns.compute_columns(q, k, sequences, range(keys.start, keys.stop), dtype)
+        if found is not None:
+            return found
+    if rows is not None:
+        q, k = q[rows], k[rows]
+    product_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        # Of one sequence, whose heads lie in one tensor, these are views if no conversion is needed.
+        queries, all_keys = q.to(product_dtype).flatten(0, 1), k.to(product_dtype).flatten(0, 1)
+        # The scale is part of the product, and rounds nothing before it.
+        logits = torch.baddbmm(queries.new_empty(1), queries, all_keys.mT, beta=0, alpha=q.shape[-1] ** -0.5)
+        # A softmax would be handed to foci.watch.
+        weights: Tensor = logits.log_softmax(-1)[..., keys].exp().unflatten(0, q.shape[:2]).to(dtype)
     return weights
 
 

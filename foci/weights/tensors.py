@@ -27,11 +27,15 @@ TENSORLESS_TYPES = {type(None), bool, int, float, str, Dot, Causal, Window}
 class TrackedTensors:
     """The tensors behind a `Weights`: counts their bytes and raises if one of them was changed since the call."""
 
-    def __init__(self, call: Call, lse: Tensor) -> None:
+    def __init__(self, call: Call, lse: Tensor, is_plain: bool = False) -> None:
+        """`is_plain`: neither traced nor inside torch.func, and without tensors in score, mask or bias."""
         self.call, self.lse = call, lse
-        # A compiler tracks changes itself; fake tensors and those inside torch.func have no memory to check.
-        tracked = [] if is_traced(lse) or call.is_transformed else name_tensors(call, lse)
-        self._fingerprints = [(name, tensor, fingerprint(tensor)) for name, tensor in tracked]
+        if is_plain:
+            tracked = [("the query", call.q), ("the key", call.k), ("the log-sum-exp", lse)]
+        else:
+            # A compiler tracks changes itself; fake tensors and those inside torch.func have no memory to check.
+            tracked = [] if is_traced(lse) or call.is_transformed else name_tensors(call, lse)
+        self._fingerprints = [(name, tensor, read_fingerprint(tensor)) for name, tensor in tracked]
 
     def __getstate__(self) -> tuple[Call, Tensor]:
         """Copied and pickled weights get their own tensors without a graph; raises if a tensor was changed."""
@@ -44,8 +48,9 @@ class TrackedTensors:
 
     def check(self) -> None:
         """Raises RuntimeError if a tensor was changed, moved or freed since the call."""
+        read = fingerprint if torch.compiler.is_compiling() else read_fingerprint
         for name, tensor, original in self._fingerprints:
-            if fingerprint(tensor) != original:
+            if read(tensor) != original:
                 # A freed tensor has no address, so its fingerprint differs, too.
                 if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
                     raise RuntimeError(f"the weights can no longer be computed: {name} was freed since the call")
@@ -109,9 +114,24 @@ def fingerprint(tensor: Tensor) -> tuple[Any, ...]:
     return version, memory_address(tensor), tensor.shape, tensor.stride()
 
 
+def read_fingerprint(tensor: Tensor) -> tuple[Any, ...]:
+    """The same outside a compiler, in fewer calls."""
+    try:
+        address = tensor.data_ptr() if type(tensor) is Tensor else memory_address(tensor)
+    except RuntimeError:
+        # Inside torch.func it has none.
+        address = id(tensor)
+    return -1 if tensor.is_inference() else tensor._version, address, tensor.shape, tensor.stride()
+
+
 def is_inference_tensor(tensor: Tensor) -> bool:
     """Whether it is an inference tensor, whose changes cannot be detected."""
     return not torch.compiler.is_compiling() and tensor.is_inference()
+
+
+def copy_if_inference(lse: Tensor) -> Tensor:
+    """The tensor for a caller; a copy in inference mode, where a change to it could not be detected."""
+    return lse.clone() if is_inference_tensor(lse) else lse
 
 
 def memory_address(tensor: Tensor) -> int:
@@ -135,8 +155,8 @@ def count_bytes(tensor: Tensor) -> int:
 def name_tensors(call: Call, lse: Tensor) -> list[tuple[str, Tensor]]:
     """The tensors that determine the matrix, with their names for error messages."""
     named = [("the query", call.q), ("the key", call.k), ("the log-sum-exp", lse)]
-    parts = {"score": call.score, "mask": call.mask, "bias": call.bias, "positions": call.positions}
-    for name, part in parts.items():
+    parts = (("score", call.score), ("mask", call.mask), ("bias", call.bias), ("positions", call.positions))
+    for name, part in parts:
         if type(part) not in TENSORLESS_TYPES:
             named += [(f"a tensor of the {name}", tensor) for tensor in find_tensors(part)]
     return named if call.sink is None else [*named, ("the sink", call.sink)]

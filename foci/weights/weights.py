@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -31,8 +32,8 @@ from foci.weights import file, operators, parts_file, products
 from foci.weights.grouping import assign_groups
 from foci.weights.indexing import parse_axis_index, parse_leading_index, select_sequences, split_index, to_range
 from foci.weights.slices import compute_row, has_plain_rows
-from foci.weights.summary import Summary, Top
-from foci.weights.tensors import TrackedTensors, drop_values, is_inference_tensor, select_matrix_fields
+from foci.weights.summary import Summary, SummaryParts, Top
+from foci.weights.tensors import TrackedTensors, copy_if_inference, drop_values, select_matrix_fields
 
 MATRIX_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, operator.matmul}
 
@@ -60,13 +61,22 @@ class Weights:
     """
 
     def __init__(
-        self, call: Call, lse: Tensor, batch: tuple[int, ...], headed: bool, averaged: bool = False, group: int = 0
+        self,
+        call: Call,
+        lse: Tensor,
+        batch: tuple[int, ...],
+        headed: bool,
+        averaged: bool = False,
+        group: int = 0,
+        is_plain: bool = False,
     ) -> None:
-        # The call and the log-sum-exp without a check for changes. Used by foci.capture and foci.record.
-        self.tensors = TrackedTensors(call, lse)
+        # The call and the log-sum-exp without a check for changes; `is_plain` as there. Used by foci.capture and
+        # foci.record.
+        self.tensors = TrackedTensors(call, lse, is_plain)
         self._batch_shape, self._headed, self._averaged = batch, headed, averaged
-        self._lead = (*batch, call.q.shape[1]) if headed else batch
-        self.shape: tuple[int, ...] = (*self._lead, call.q.shape[2], call.k.shape[2])
+        _, heads, queries, _ = call.q.shape
+        self._lead = (*batch, heads) if headed else batch
+        self.shape: tuple[int, ...] = (*self._lead, queries, call.k.shape[2])
         # Query heads per key head in the original call, which some of its heads do not determine. Used by foci.capture.
         self.group = group or call.group
 
@@ -83,10 +93,12 @@ class Weights:
     @classmethod
     def from_plain_call(cls, q: Tensor, k: Tensor, score: Score, mask: Mask | None, lse: Tensor) -> Weights:
         """The weights of (B, H, T, D) tensors that need no checks. Used by foci.attention."""
-        shape = q.shape
-        sizes = CallSizes((shape[0],), shape[1], shape[2], k.shape[2], q.device)
+        batch, heads, queries, _ = q.shape
+        sizes = CallSizes((batch,), heads, queries, k.shape[2], q.device)
         call = Call(q, k, k, sizes, score, mask, needs_lse=True)
-        return cls(drop_values(call) if q.is_inference() or k.is_inference() else call, lse, sizes.batch, True)
+        if q.is_inference() or k.is_inference():
+            call = drop_values(call)
+        return cls(call, lse, sizes.batch, True, group=heads // k.shape[1], is_plain=True)
 
     @property
     def call(self) -> Call:
@@ -156,13 +168,17 @@ class Weights:
         """The row of one sequence, head and query given as numbers, after a few comparisons; None for another index."""
         if len(index) != 3 or len(self._lead) != 2 or not self._headed or self._averaged:
             return None
-        if entries.is_on_gpu(self.tensors.lse):
+        batch, head, query = index
+        if not (type(batch) is type(head) is type(query) is int):
             return None
-        if not all(type(i) is int and -n <= i < n for i, n in zip(index, self.shape, strict=False)):
+        batches, heads, queries, _ = self.shape
+        if not (-batches <= batch < batches and -heads <= head < heads and -queries <= query < queries):
             return None
-        call = self.call
-        batch, head, query = (i % n for i, n in zip(index, self.shape, strict=False))
-        return compute_row(call, self.tensors.lse, batch, head, query) if has_plain_rows(call) else None
+        call, lse = self.call, self.tensors.lse
+        batch, head, query = batch % batches, head % heads, query % queries
+        if entries.is_on_gpu(lse):
+            return entries.compute_row(call, lse, batch, head, query)
+        return compute_row(call, lse, batch, head, query) if has_plain_rows(call) else None
 
     def _rows_on_gpu(self, index: tuple[Any, ...]) -> Tensor | None:
         """A few rows of the matrix by one kernel; None for any other index or device, and for invalid ones."""
@@ -253,7 +269,7 @@ class Weights:
         """Dispatches `torch.matmul` to the lazy products."""
         return choose_torch_function()
 
-    def _compute(self, request: Request, call: Call | None = None) -> dict[str, Tensor]:
+    def _compute(self, request: Request, call: Call | None = None) -> Mapping[str, Tensor]:
         """The requested statistics; checks the tensors unless the caller passes the checked call."""
         return operators.compute_statistics(call or self.call, self.tensors.lse, request, self._averaged)
 
@@ -361,42 +377,36 @@ class Weights:
             if number != 0 and not is_positive_int(number):
                 raise ValueError(f"{name} must be an int >= 0, got {number!r}")
         # Not under no_grad, which an exported graph keeps as a graph of its own: no statistic has a gradient here.
-        tensors = self.summary_tensors(top, picture, largest_logit, distance)
-        return Summary(
-            entropy=tensors["entropy"],
-            received=tensors["received"],
-            distance=tensors.get("distance"),
-            lse=tensors["lse"],
-            # summary_tensors has checked the tensors.
-            sink_mass=self._reshape(compute_sink_mass(self.tensors.lse, self.tensors.call.sink).detach()),
-            largest_logit=tensors.get("largest_logit"),
-            top=Top(tensors["top_values"], tensors["top_keys"]) if "top_keys" in tensors else None,
-            picture=tensors.get("picture"),
-        )
+        results = self._summarize(top, picture, largest_logit, distance)
+        # _summarize has checked the tensors.
+        lse, sink = self.tensors.lse, self.tensors.call.sink
+        made = {} if sink is None else {"sink_mass": self._reshape(compute_sink_mass(lse, sink).detach())}
+        # Not the weights themselves, which hold query and key.
+        has_lead = self._headed and len(self._batch_shape) == 1
+        return Summary.from_parts(SummaryParts(results, lse, None if has_lead else self._lead), made)
 
     def summary_tensors(
         self, top: int, picture: int, largest_logit: bool, distance: bool = True, int32_keys: bool = False
     ) -> dict[str, Tensor]:
         """The tensors of a summary but sink_mass, by name; int32_keys: top keys as int32. Used by foci.record."""
+        results = self._summarize(top, picture, largest_logit, distance, int32_keys)
+        tensors = {name: self._reshape(tensor) for name, tensor in results.items()}
+        if largest_logit:
+            tensors["largest_logit"] = tensors.pop("largest")
+        # _summarize has checked the tensors.
+        tensors["lse"] = self._reshape(copy_if_inference(self.tensors.lse).detach())
+        return tensors
+
+    def _summarize(
+        self, top: int, picture: int, largest_logit: bool, distance: bool, int32_keys: bool = False
+    ) -> Mapping[str, Tensor]:
+        """The results of the pass for a summary, (B, H, ...)."""
         if self._averaged:
             raise ValueError("summary is per head: compute it before mean('heads')")
         queries, keys = self.shape[-2:]
         size = (min(picture, queries), min(picture, keys), "mean") if picture and queries and keys else None
-        request = Request(
-            entropy=True,
-            received=True,
-            picture=size,
-            top=min(top, keys),
-            largest_logit=largest_logit,
-            distance=distance,
-            int32_keys=int32_keys,
-        )
-        tensors = {name: self._reshape(tensor) for name, tensor in self._compute(request).items()}
-        if largest_logit:
-            tensors["largest_logit"] = tensors.pop("largest")
-        # _compute has checked the tensors.
-        tensors["lse"] = self._reshape(copy_if_inference(self.tensors.lse).detach())
-        return tensors
+        request = Request(True, True, size, min(top, keys), largest_logit, distance, int32_keys)
+        return self._compute(request)
 
     def to(self, device: torch.device | str) -> Weights:
         """The same weights with all tensors on another device."""
@@ -510,11 +520,6 @@ def dispatch_product(function: Any, types: Any, args: Any = (), kwargs: Any = No
 def transpose_operand(x: Any) -> Any:
     """A matrix with its last two axes exchanged; a vector unchanged."""
     return x.mT if isinstance(x, Tensor) and x.dim() > 1 else x
-
-
-def copy_if_inference(lse: Tensor) -> Tensor:
-    """The tensor for a caller; a copy in inference mode, where a change to it could not be detected."""
-    return lse.clone() if is_inference_tensor(lse) else lse
 
 
 def compute_sink_mass(lse: Tensor, sink: Tensor | None) -> Tensor:

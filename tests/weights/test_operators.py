@@ -240,7 +240,7 @@ CHECKED = [
 def test_operators_with_gradients_pass_opcheck(name: str, case: str, averaged: bool, permuted: bool) -> None:
     lse, encoded = operator_inputs(case, permuted, averaged and name != "transposed_product")
     operands, sizes = OPERANDS[name]
-    torch.library.opcheck(operators.OPERATORS[name], (lse, operands(), sizes, *encoded))
+    torch.library.opcheck(operators.OPERATORS[name].overload, (lse, operands(), sizes, *encoded))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -249,7 +249,7 @@ def test_the_statistics_operator_passes_opcheck(permuted: bool) -> None:
     lse, (q, k, *encoded) = operator_inputs("padding", permuted, averaged=False)
     request = Request(True, True, (2, 3, "mean"), 2, True, True, int32_keys=True)
     inputs = (lse, *operators.encode_request(request), q.detach(), k.detach(), *encoded)
-    torch.library.opcheck(operators.statistics_operator, inputs)
+    torch.library.opcheck(operators.statistics_operator.overload, inputs)
     assert operators.decode_request(*operators.encode_request(request)) == request
 
 
@@ -337,6 +337,15 @@ def test_exported_results_load_in_a_process_that_only_imported_foci(strict: bool
     command = [sys.executable, "-c", LOADING, str(tmp_path / "statistics.pt2"), str(tmp_path / "expected.pt")]
     loaded = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert loaded.stdout.strip() == str(len(expected)), loaded.stderr[-2000:]
+
+
+def test_an_eager_call_registers_no_operators() -> None:
+    program = (
+        "import torch, foci; from foci.runtime.operators import UNREGISTERED; x = torch.randn(1, 2, 4, 8);"
+        "foci.attention(x, x, x, return_weights=True)[1].entropy(); assert len(UNREGISTERED) > 10;"
+        "import torch._export.serde.serialize; assert not UNREGISTERED; assert torch.ops.foci.entropy.default"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_the_readers_of_saved_graphs_exist_in_this_pytorch() -> None:

@@ -135,9 +135,7 @@ def reload_candidates(best, second, x, column, queries, CLASSES: tl.constexpr, L
     label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
     places = ((label >> 1) % CLASSES) * queries + column[:, None]
     real = x > MASKED_LOGIT / 2
-    first = tl.load(best + places, mask=real & (label % 2 == 0), other=0.0).to(tl.int32, bitcast=True)
-    other = tl.load(second + places, mask=real & (label % 2 == 1), other=0.0).to(tl.int32, bitcast=True)
-    return first | other
+    return tl.load(tl.where(label % 2 == 0, best, second) + places, mask=real, other=0.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -179,6 +177,11 @@ def choose_topk(
     klass = ((x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)) >> 1) % CLASSES
     found = tl.where(real, locate_key(klass, bits & ((1 << TAG_BITS) - 1), segments, BK), -1)  # (R, slots)
     into = row.to(tl.int64)[:, None] * TOP
+    rows = load_lse(lse + pair.to(tl.int64) * Tq, i, Tq)
+    # A query whose log-sum-exp is NaN has NaN for its weights, unlike a fully masked one, and no keys.
+    is_nan = rows != rows
+    empty = tl.where(is_nan, float("nan"), 0.0)[:, None]
+    real &= ~is_nan[:, None]
     if EXACT:
         b = (pair // H).to(tl.int64)
         h = pair % H
@@ -202,21 +205,20 @@ def choose_topk(
             y, locate_bias(bias, b, h, 0, bias_batch, bias_head, bias_query), i[:, None], found, Tk - Tq, Tq, clip,
             bias_query, slope, scale, softcap, TABLE, SOFTCAP, ALIBI,
         )  # fmt: skip
-        y = tl.where(found >= 0, y - load_lse(lse + pair.to(tl.int64) * Tq, i, Tq)[:, None], MASKED_LOGIT)
-        store_topk(y, found, rank_slots(y, found), values + into, keys + into, valid[:, None], TOP)
+        y = tl.where(real, y - rows[:, None], MASKED_LOGIT)
+        store_topk(y, found, rank_slots(y, found), values + into, keys + into, valid[:, None], empty, TOP)
     else:
         # Replace the lost bits by their middle value.
         y = ((bits & (-(1 << TAG_BITS))) | (1 << (TAG_BITS - 1))).to(tl.float32, bitcast=True)
         y = tl.where(real, y, MASKED_LOGIT)
         if tl.max(has_ties(tl.where(real, clear_label(x, LABEL_BITS), x)).to(tl.int32), 0) > 0:
-            store_topk(y, found, rank_slots(y, found), values + into, keys + into, valid[:, None], TOP)
+            store_topk(y, found, rank_slots(y, found), values + into, keys + into, valid[:, None], empty, TOP)
         else:
-            store_topk(y, found, slot, values + into, keys + into, valid[:, None], TOP)
-    propagate_nan(lse + row, values + into + slot, keys + into + slot, valid, slot < TOP)
+            store_topk(y, found, slot, values + into, keys + into, valid[:, None], empty, TOP)
     if LARGEST:
         top_value = tl.max(y, 1)
-        z = top_value + load_lse(lse + pair.to(tl.int64) * Tq, i, Tq)
-        tl.store(largest_logits + row, tl.where(top_value > MASKED_LOGIT / 2, z * LN_2, -float("inf")), mask=valid)
+        largest = tl.where(top_value > MASKED_LOGIT / 2, (top_value + rows) * LN_2, -float("inf"))
+        tl.store(largest_logits + row, tl.where(is_nan, rows, largest), mask=valid)
 
 
 @triton.jit
@@ -295,26 +297,12 @@ def rank_slots_at_once(x, found):
 
 
 @triton.jit
-def store_topk(x, found, rank, values, keys, valid, TOP: tl.constexpr):
-    """Store weights and keys by rank: x, found, rank (R, slots); values, keys (R, 1) pointers."""
+def store_topk(x, found, rank, values, keys, valid, empty, TOP: tl.constexpr):
+    """Store weights and keys by rank: x, found, rank (R, slots); values, keys (R, 1) pointers. empty: without a key."""
     real = x > MASKED_LOGIT / 2
     there = valid & (rank < TOP)
-    tl.store(values + rank, tl.where(real, tl.exp2(x), 0.0), mask=there)
+    tl.store(values + rank, tl.where(real, tl.exp2(x), empty), mask=there)
     tl.store(keys + rank, tl.where(real, found, -1), mask=there)
-
-
-@triton.jit
-def propagate_nan(lse, values, keys, valid, there):
-    """Set the weights of queries whose log-sum-exp is NaN to NaN and their keys to -1, unlike fully masked queries.
-
-    lse (R,), values and keys (R, slots) pointers.
-    """
-    rows = tl.load(lse, mask=valid, other=0.0)
-    is_nan = (rows != rows)[:, None] & there
-    if tl.max((rows != rows).to(tl.int32), 0) > 0:
-        tl.debug_barrier()
-        tl.store(values, tl.full(values.shape, float("nan"), tl.float32), mask=is_nan)
-        tl.store(keys, tl.full(keys.shape, -1, tl.int32), mask=is_nan)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -394,6 +382,6 @@ def refine_topk(
                     y, chosen = insert_sorted(y, chosen, tl.where(seen, z, MASKED_LOGIT), j, SLOTS)
         # The results overwrite the selected keys, which other threads read.
         tl.debug_barrier()
-        store_topk(y, chosen, rank_slots_at_once(y, chosen), values + line, keys + line, True, TOP)
+        store_topk(y, chosen, rank_slots_at_once(y, chosen), values + line, keys + line, True, 0.0, TOP)
         if LARGEST:
             tl.store(largest_logits + at + tl.zeros((1,), tl.int32), tl.max(y + row, 1) * LN_2)

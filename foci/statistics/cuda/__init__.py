@@ -8,7 +8,9 @@ hopper_check: compares it with the plain kernel on a version of Triton that it w
 launches: one function per kernel launch.
 plan: the launches and outputs of a pass, planned once per kind of call.
 passes: a planned pass, run for one call after another.
+repeated_pass: the same for plain calls of a known layout, with less host time.
 entries: a few rows of the matrix by one launch.
+columns: columns of the matrix of a plain call, which has no log-sum-exp, by one launch.
 divergence: the divergence of two matrices.
 """
 
@@ -26,6 +28,7 @@ from foci.gpu import attention, mask_inputs
 from foci.gpu.additive import MAX_ADDITIVE_WIDTH
 from foci.gpu.attention import row_table
 from foci.gpu.attention.arguments import HeadSlices
+from foci.gpu.compilation import prepare_compiler
 from foci.gpu.launcher import KERNEL_DTYPES
 from foci.runtime.device import has_triton, major_capability
 from foci.scores import Additive, Dot
@@ -79,6 +82,7 @@ def describe_kernel(call: Call, request: Request | None = None) -> str:
 
 def compute_statistics(call: Call, lse: Tensor, request: Request) -> dict[str, Tensor]:
     """Computes the requested statistics in one pass."""
+    prepare_compiler()
     from foci.statistics.cuda.plan import launch_statistics
 
     parts = split_by_row_table(call) if isinstance(call.bias, Relative) else []

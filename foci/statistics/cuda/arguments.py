@@ -5,13 +5,14 @@ B batch, H query heads, G key/value heads, Tq queries, Tk keys, D width.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foci.arguments import HALF_DTYPES
+from foci.arguments import HALF_DTYPES, Call
 from foci.gpu.additive import MAX_ADDITIVE_WIDTH
 from foci.gpu.arguments import (
     make_contiguous,
@@ -22,8 +23,10 @@ from foci.gpu.arguments import (
     with_contiguous_rows,
 )
 from foci.gpu.launcher import KERNEL_DTYPES, DescriptorArgument
+from foci.masks.kinds import Causal
 from foci.runtime.device import is_hopper_or_later
-from foci.runtime.tracing import is_traced
+from foci.runtime.tracing import is_inside_torch_func, is_traced
+from foci.scores import Dot
 from foci.statistics.cuda.tiling import PictureCells, TileConfig
 from foci.statistics.request import MAX_TOP_KEYS, Request
 
@@ -74,6 +77,34 @@ class KernelTensors(NamedTuple):
     def by_name(self) -> dict[str, Tensor]:
         """The tensors by name; lse stands for missing ones, which no kernel reads."""
         return {name: self.lse if x is None else x for name, x in zip(TENSOR_NAMES, self, strict=True)}
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def describe_plain_call(call: Call, lse: Tensor) -> Hashable | None:
+    """All that launches for a plain call depend on but addresses; None for other calls.
+
+    A plain call is a dot product without a bias or positions, whose mask is `causal` if there is one. It is not traced.
+    """
+    q, k, score, mask = call.q, call.k, call.score, call.mask
+    if (
+        torch.compiler.is_compiling()
+        or not is_on_gpu(q)
+        or not (type(q) is type(k) is type(lse) is Tensor)
+        or type(score) is not Dot
+        or not (mask is None or type(mask) is Causal)
+        or call.bias is not None
+        or call.positions is not None
+        or is_inside_torch_func()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    return (
+        "full" if mask is None else mask.offset, score.scale, score.softcap, q.dtype, q.device,
+        q.shape, q.stride(), k.shape, k.stride(), lse.stride(), lse.dtype,
+    )  # fmt: skip
 
 
 TENSOR_NAMES = KernelTensors._fields

@@ -29,6 +29,9 @@ class OutputSpec(NamedTuple):
     returned: bool = True
     late: bool = False
 
+    def allocate(self, device: torch.device) -> Tensor:
+        return (torch.zeros if self.zeros else torch.empty)(self.shape, dtype=self.dtype, device=device)
+
 
 class PassPlan(NamedTuple):
     """The outputs, workspace arrays, launches and descriptors of a pass, by name.
@@ -82,12 +85,7 @@ class StatisticsPass:
         return self.select_returned(outputs)
 
     def allocate_outputs(self, late: bool) -> dict[str, Tensor]:
-        device = self.device
-        return {
-            name: (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=device)
-            for name, shape, dtype, zeros, _, is_late in self.plan.outputs
-            if is_late == late
-        }
+        return {spec.name: spec.allocate(self.device) for spec in self.plan.outputs if spec.late == late}
 
     def select_returned(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {spec.name: outputs[spec.name] for spec in self.plan.outputs if spec.returned}

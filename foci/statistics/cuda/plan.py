@@ -97,9 +97,13 @@ def launch_statistics(
     options = float(scale), None if softcap is None else float(softcap), causal, bias_kind, request, config
     if is_traced(q):
         return plan_pass(tensors, *options).run_traced(tensors.to_kernel_layout())
+    return find_pass(tensors, *options)(tensors.to_kernel_layout())
+
+
+def find_pass(tensors: KernelTensors, *options: Any) -> StatisticsPass:
+    """The cached pass for a kind of call, planned on first use."""
     key = pass_key(tensors, *options)
-    statistics_pass = get_or_make(PASS_CACHE, MAX_CACHED_PLANS, key, lambda: plan_pass(tensors, *options))
-    return statistics_pass(tensors.to_kernel_layout())
+    return get_or_make(PASS_CACHE, MAX_CACHED_PLANS, key, lambda: plan_pass(tensors, *options))
 
 
 def pass_key(tensors: KernelTensors, *options: Any) -> Hashable:
