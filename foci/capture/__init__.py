@@ -14,6 +14,7 @@ huggingface: switches transformers models to foci inside the block.
 hooks: forward hooks that are gone after the block, whatever happens.
 recorder: collects the calls of one block.
 module_tracker: which modules run and attend, in which pass.
+model_structure: the modules of a model and their names, found once and checked in every block.
 head_selection: the recorded and the ablated heads.
 record_filling: makes the layers and labels of the Record when the block ends.
 naming: derives layer names (stack, index, axis labels) from module names.

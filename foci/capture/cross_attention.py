@@ -12,10 +12,9 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -71,42 +70,32 @@ class ModuleInputs:
         # Whether the key tensor of a module is another one than its query tensor, compared once by value.
         self._has_other_keys: dict[str, bool] = {}
 
-    def watch(self, block: ExitStack, recorder: Recorder) -> None:
-        """Notes the inputs of every module that may be given a second sequence, until the block closes."""
-        layout, modules = recorder.layer_names.layout, recorder.layer_names.modules
-        if layout.sequence_parameters is None:
-            layout.sequence_parameters = find_sequence_parameters(recorder.layer_names)
-        for name, parameters in layout.sequence_parameters.items():
-            action = self._make_hook(name, parameters, block, recorder)
-            hook_module(block, recorder, modules[name], action, before=True, with_kwargs=True)
-
-    def _make_hook(
-        self, name: str, parameters: dict[str, int], block: ExitStack, recorder: Recorder
-    ) -> Callable[..., None]:
-        has_key_parameter = any(KEY_PARAMETER.fullmatch(each) for each in parameters)
-
-        def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if get_ident() != recorder.thread:
-                return
-            tensors = {}
-            for parameter, index in parameters.items():
-                value = args[index] if index < len(args) else kwargs.get(parameter)
-                if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
-                    tensors[parameter] = value
-            if len(tensors) < 2:
-                self._inputs[name] = ONE_INPUT if tensors else []
-                return
-            self._inputs[name] = [
-                Input(each, address_of(tensors[each]), tuple(tensors[each].shape)) for each in tensors
-            ]
-            if has_key_parameter:
-                self._compare_keys(name, tensors)
-            if has_same_length(self._inputs[name]):
-                if name not in self._leaf_calls:
-                    self._watch_leaves(name, module, block, recorder)
-                self._leaf_calls[name] = []
-
-        return note_inputs
+    def note(
+        self,
+        name: str,
+        parameters: dict[str, int],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        block: ExitStack,
+        recorder: Recorder,
+    ) -> None:
+        """Notes the inputs of a module with parameters for several sequences, which starts on this block's thread."""
+        tensors, given = {}, len(args)
+        for parameter, index in parameters.items():
+            value = args[index] if index < given else kwargs.get(parameter)
+            if value is not None and isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+                tensors[parameter] = value
+        if len(tensors) < 2:
+            self._inputs[name] = ONE_INPUT if tensors else []
+            return
+        self._inputs[name] = [Input(each, address_of(tensors[each]), tuple(tensors[each].shape)) for each in tensors]
+        if any(KEY_PARAMETER.fullmatch(each) for each in parameters):
+            self._compare_keys(name, tensors)
+        if has_same_length(self._inputs[name]):
+            if name not in self._leaf_calls:
+                self._watch_leaves(name, module, block, recorder)
+            self._leaf_calls[name] = []
 
     def _compare_keys(self, name: str, tensors: dict[str, Tensor]) -> None:
         query = next(iter(tensors.values()), None)
@@ -118,7 +107,7 @@ class ModuleInputs:
         """Notes the calls of leaf modules: what the projections read tells two sequences of one length apart."""
 
         def note_call(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
+            if args and isinstance(args[0], Tensor) and isinstance(out, Tensor) and not recorder.repeats_pass:
                 width = out.shape[-1 if isinstance(leaf, nn.Linear) else 1] if isinstance(leaf, PROJECTIONS) else 0
                 self._leaf_calls[name].append(LeafCall(address_of(args[0]), address_of(out), width))
 
@@ -131,6 +120,8 @@ class ModuleInputs:
         inputs = self._inputs.get(name)
         if not inputs:
             return True, None
+        if inputs is ONE_INPUT:
+            return True, False
         return len({each.address for each in inputs}) == 1, False
 
     def tell_cross(self, running: Iterable[str], q: Tensor, k: Tensor, v: Tensor) -> bool | None:
@@ -177,6 +168,12 @@ def is_cached_copy(k: Tensor, given: tuple[int, ...]) -> bool:
 
 def find_sequence_parameters(names: LayerNames) -> dict[str, dict[str, int]]:
     """The modules that may be given a second sequence, by name, with the parameters that may hold one."""
+    if names.layout.sequence_parameters is None:
+        names.layout.sequence_parameters = inspect_modules(names)
+    return names.layout.sequence_parameters
+
+
+def inspect_modules(names: LayerNames) -> dict[str, dict[str, int]]:
     related = find_related_modules(names.attention_modules)
     found = {
         name: sequence_parameters_of(type(module))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -120,10 +120,11 @@ class LayerLog:
         if pending is not None:
             self._set_first(pending, call.shape)
             return
-        if not call.has_changed_values:
-            self._store(**self._new_value_norms(call.v))
+        assert call.tensors is not None
+        if not call.tensors.has_changed_values:
+            self._store(**self._new_value_norms(call.tensors.v))
         self.keys_with_norms = length
-        self._add_step(call.to_weights(), call.v)
+        self._add_step(call.to_weights(), call.tensors.v)
 
     def is_continued_by(self, weights: Weights, k: Tensor) -> bool:
         """Whether a call continues the last one with these keys; raises if the key cache was changed in between."""
@@ -179,13 +180,6 @@ class LayerLog:
             self._add_kept_step(GenerationStep.from_weights(weights), weights.tensors.call.k, values)
         self.passes.append(number)
         self.queries, self.keys = self.queries + queries, keys
-
-    def add_columns(self, columns: dict[str, Tensor], like: LayerLog, number: int) -> None:
-        """Adds the weights on text of a call that has the shape of another log's."""
-        self.text, self.shape, self.first_call = like.text, like.shape, like.first_call
-        self.query_numbers, self.query_positions = like.query_numbers, like.query_positions
-        self.queries, self.keys, self.passes = like.queries, like.keys, [number]
-        self._store(**columns)
 
     def select_rows(self, queries: int) -> Sequence[int]:
         """The numbers of the kept queries of a call."""
@@ -281,7 +275,9 @@ class LayerLog:
     def _add_pending(self, weights: Weights, values: Tensor) -> None:
         """Adds the first call of a layer whose statistics are kept."""
         assert self.keep is not None and self.pending is not None
-        self._set_first(self.pending.add(weights, values), weights.shape)
+        batch, heads, queries, keys = weights.shape
+        kept_nbytes = self.keep.nbytes(batch, heads, queries, keys)
+        self._set_first(self.pending.add(weights, values, kept_nbytes), weights.shape)
 
     def _set_first(self, pending: PendingCall, shape: tuple[int, ...]) -> None:
         assert self.keep is not None
@@ -386,6 +382,32 @@ class LayerLog:
             query_positions=positions,
             **contents,
         )
+
+    def build_similar_layer(self, kept: dict[str, Tensor]) -> Layer:
+        """The Layer of another call like the only one of this log, with other weights on text."""
+        assert self.keep is not None and self.text is not None
+        return Layer(
+            self.name,
+            self.layer_name.stack,
+            self.layer_name.index,
+            self.heads,
+            self.layer_name.queries,
+            self.layer_name.keys,
+            kept=KeptStatistics(kept, (*self.shape[:2], self.queries, self.keys)),
+            kv_heads=self.shape[2],
+            kept_keys=self.text.keys if self.keep.keys else (),
+            kept_queries=self.text.queries if self.keep.queries else (),
+        )
+
+
+class RepeatedStep(NamedTuple):
+    """A call at a later denoising step that is like that of the first: the log of that one, and the weights on text."""
+
+    first: LayerLog
+    kept: dict[str, Tensor]
+
+    def build_layer(self) -> Layer:
+        return self.first.build_similar_layer(self.kept)
 
 
 def shift_numbers(numbers: Sequence[int], by: int) -> Sequence[int]:

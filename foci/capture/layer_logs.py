@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.capture.generation_steps import CaptureError, count_step_bytes
 from foci.capture.host_copy import TEXT_BATCH_BYTES, HostCopier
-from foci.capture.layer_log import LayerLog
+from foci.capture.layer_log import LayerLog, RepeatedStep
 from foci.capture.naming import LayerName
 from foci.capture.pending_statistics import PendingStatistics
 from foci.record.kept import Keep
@@ -35,7 +35,7 @@ class LayerLogs:
         self.pending = None if keep is None else PendingStatistics(keep, self.host_copier)
         self.by_layer: dict[str, LayerLog] = {}
         # The logs of a diffusion model by layer and denoising step.
-        self.by_step: dict[str, dict[int, LayerLog]] = {}
+        self.by_step: dict[str, dict[int, LayerLog | RepeatedStep]] = {}
         self.kept_bytes = 0
         # The logs that the next call of a module may continue, by module and the number of its call in a pass.
         self._open: dict[tuple[str, int], LayerLog] = {}
@@ -83,6 +83,11 @@ class LayerLogs:
         log = self.make_log((module or self.model) + (f"#{number}" if number > 1 else ""), layer_name, heads)
         self.by_step.setdefault(log.name, {})[step] = self.by_layer[f"{log.name} at step {step}"] = log
         return log
+
+    def repeat_step(self, first: LayerLog, kept: dict[str, Tensor], step: int) -> None:
+        """Adds the weights on text of a call that is like the one of another denoising step."""
+        self.by_step[first.name][step] = RepeatedStep(first, self.host_copier.copy(kept))
+        self.kept_bytes += first.nbytes
 
     def add_first(self, module: str, log: LayerLog) -> None:
         """Adds the log of the first call of a module."""

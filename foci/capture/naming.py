@@ -1,15 +1,16 @@
 """Names attention modules: their stack, their number in it, and the labels along queries and keys.
 
 Names are derived from the module names that `model.named_modules()` gives. Adapters that know the model better replace
-them with `Recorder.name_layer`.
+them with `Recorder.name_layers`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -80,28 +81,27 @@ def is_inside(name: str, outer: str) -> bool:
     return name != outer and (outer == "" or name.startswith(f"{outer}."))
 
 
-def list_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What `model.named_modules()` gives, without its nested generators, which are slow for hundreds of modules."""
-    found: list[tuple[str, nn.Module]] = [("", model)]
-    seen = {id(model)}
-
-    def visit(prefix: str, module: nn.Module) -> None:
-        for part, child in module._modules.items():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append((prefix + part, child))
-                if child._modules:
-                    visit(f"{prefix}{part}.", child)
-
-    visit("", model)
-    return found
-
-
 def never_attends(module: nn.Module) -> bool:
     """Whether a module is a leaf of torch.nn such as Linear or Dropout, which never attends."""
     if module._modules or isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
         return False
     return type(module).__module__.startswith("torch.nn.modules.")
+
+
+class HookedModule(NamedTuple):
+    """A module with a hook before each run, and what the hook reports.
+
+    has_forward: whether its class can be called, which nn.ModuleList cannot; is_outer: that it starts and ends, because
+    it may be the outermost one of a pass; is_attention: that it runs; is_embedding: the token ids; parameters: those
+    that may hold a sequence, with their index.
+    """
+
+    name: str
+    has_forward: bool
+    is_outer: bool
+    is_attention: bool
+    is_embedding: bool
+    parameters: dict[str, int]
 
 
 class ModelLayout:
@@ -125,11 +125,20 @@ class ModelLayout:
             if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2])
         ]
         self._outer_modules: dict[tuple[str, ...], frozenset[str]] = {}
+        self._hooked_modules: dict[tuple[str, ...], list[HookedModule]] = {}
+        self.containers = {
+            name
+            for name, each in modules.items()
+            if not isinstance(each, torch.jit.ScriptModule) and type(each).forward is nn.Module.forward
+        }
         self.convolutions = [name for name, module in modules.items() if isinstance(module, nn.Conv2d)]
         # What other modules of foci find out about the modules, once.
         self.windowed_modules: list[str] | None = None
-        self.transformers_modules: tuple[list[str], list[str]] | None = None
+        self.vision_models: list[str] | None = None
+        self.transformers_modules: tuple[list[str], list[str], tuple[str, ...]] | None = None
         self.sequence_parameters: dict[str, dict[str, int]] | None = None
+        # By what configs and modules say, the layer names of transformers models.
+        self.transformers_layers: dict[Hashable, dict[str, LayerName]] = {}
         self.attention_modules = dict.fromkeys(find_attention_modules(class_names))
         self.cross_modules = {
             name for name in self.attention_modules if is_cross_attention(class_names, name, class_names[name])
@@ -158,6 +167,37 @@ class ModelLayout:
             self._outer_modules[attention_modules] = frozenset(outer | ({""} & {*self.recorded}))
         return self._outer_modules[attention_modules]
 
+    def find_hooked_modules(
+        self, attention_modules: Collection[str], projecting: Collection[str] = ()
+    ) -> list[HookedModule]:
+        """The modules with a hook, those that may begin a pass first; `sequence_parameters` must be known.
+
+        `projecting`: attention modules that make queries and keys themselves, so that the inputs of the modules around
+        them tell nothing.
+        """
+        key = *attention_modules, "", *projecting
+        if key not in self._hooked_modules:
+            recorded = {*self.recorded}
+            attending = dict.fromkeys(name for name in attention_modules if name in recorded)
+            given = {
+                name: parameters
+                for name, parameters in (self.sequence_parameters or {}).items()
+                if not contains_only(name, attending, projecting)
+            }
+            outer, embeddings = self.find_outer_modules(tuple(attending)), {*self.token_embeddings}
+            self._hooked_modules[key] = [
+                HookedModule(
+                    name,
+                    name not in self.containers,
+                    name in outer,
+                    name in attending,
+                    name in embeddings,
+                    given.get(name, {}),
+                )
+                for name in dict.fromkeys((*outer, *attending, *self.token_embeddings, *given))
+            ]
+        return self._hooked_modules[key]
+
     def stack_of(self, name: str) -> str:
         if name in self.cross_modules or (
             name not in self.attention_modules and CROSS_ATTENTION.search(name_within_block(name))
@@ -181,7 +221,20 @@ class ModelLayout:
         return LayerName(stack, index, sequence, sequence)
 
 
+def contains_only(outer: str, attention_modules: Iterable[str], names: Collection[str]) -> bool:
+    """Whether a module contains attention modules, all of which are among some names."""
+    inner = [name for name in attention_modules if is_inside(name, outer)]
+    return bool(inner) and all(name in names for name in inner)
+
+
 LAYOUT_CACHE: dict[Hashable, ModelLayout] = {}
+
+
+def find_layout(modules: Mapping[str, nn.Module]) -> ModelLayout:
+    """The layout of modules by name; models of the same names and classes share it."""
+    scripted = [each.original_name for each in modules.values() if isinstance(each, torch.jit.ScriptModule)]
+    key = tuple(modules), tuple(map(type, modules.values())), tuple(scripted)
+    return get_or_make(LAYOUT_CACHE, MAX_CACHED_TENSORS, key, lambda: ModelLayout(modules))
 
 
 class LayerNames:
@@ -189,16 +242,15 @@ class LayerNames:
 
     Args:
         modules: what `model.named_modules()` gives.
+        layout: of these modules, whose names then have no `_orig_mod` parts.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], layout: ModelLayout | None = None) -> None:
         self.modules = dict(modules)
-        if any("_orig_mod" in name for name in self.modules):
-            self.modules = {strip_compile_wrapper(name): module for name, module in modules}
-        # Many watch blocks are opened around the same model.
-        scripted = [each.original_name for each in self.modules.values() if isinstance(each, torch.jit.ScriptModule)]
-        key = tuple(self.modules), tuple(map(type, self.modules.values())), tuple(scripted)
-        self.layout = get_or_make(LAYOUT_CACHE, MAX_CACHED_TENSORS, key, lambda: ModelLayout(self.modules))
+        if layout is None:
+            self.modules = {strip_compile_wrapper(name): module for name, module in self.modules.items()}
+            layout = find_layout(self.modules)
+        self.layout = layout
         self.attention_modules = {name: self.modules[name] for name in self.layout.attention_modules}
         self.is_encoder_decoder = self.layout.is_encoder_decoder
         self.layer_names = dict(self.layout.layer_names)
@@ -213,9 +265,10 @@ class LayerNames:
         nothing = nn.Module()
         self.modules, self.attention_modules = {}, dict.fromkeys(self.attention_modules, nothing)
 
-    def set(self, name: str, layer_name: LayerName) -> None:
-        self.layer_names[name] = layer_name
-        self._unnumbered.discard(name)
+    def set(self, layer_names: Mapping[str, LayerName]) -> None:
+        """Sets layer names in place of those derived from the module names."""
+        self.layer_names |= layer_names
+        self._unnumbered.difference_update(layer_names)
 
     def of(self, name: str) -> LayerName:
         """The layer name of an attention module, by its module name."""

@@ -47,14 +47,15 @@ class PatchGrid:
 
         # A model of `foci.nn` has imported its module.
         own = getattr(sys.modules.get("foci.nn.vision"), "VisionTransformer", ())
-        modules = recorder.layer_names.modules
-        for name in recorder.layer_names.layout.convolutions:
+        layout, modules = recorder.layer_names.layout, recorder.layer_names.modules
+        if layout.vision_models is None:
+            layout.vision_models = [name for name, module in modules.items() if own and isinstance(module, own)]
+        for name in layout.convolutions:
             convolution = modules[name]
             if isinstance(convolution, nn.Conv2d) and cuts_patches(convolution):
                 hook_module(block, recorder, convolution, note_grid, before=False)
-        for module in modules.values() if own else ():
-            if isinstance(module, own):
-                hook_module(block, recorder, module, note_own_grid, before=False)
+        for name in layout.vision_models:
+            hook_module(block, recorder, modules[name], note_own_grid, before=False)
 
     def label_grid(self, rows: int, columns: int, batch: int) -> Labels:
         """Labels of another grid over the same images."""

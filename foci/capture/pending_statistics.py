@@ -8,9 +8,10 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,71 +24,114 @@ from foci.gpu.mask_inputs import describe_mask
 from foci.masks.base import Mask
 from foci.record.kept import Keep
 from foci.scores import Dot
-from foci.weights.tensors import fingerprint
 from foci.weights.weights import Weights
 
 # Calls wait until their queries, keys and values have this many bytes. Concatenating copies them, which on a CPU soon
 # costs more than it saves.
-MAX_PENDING_BYTES = {"cuda": 2**26, "cpu": 2**22}
+MAX_PENDING_BYTES = {"cuda": 2**27, "cpu": 2**22}
+# Or until the statistics of all of them have this many bytes. With both limits the memory that watching takes on a GPU
+# does not grow with the number of layers.
+MAX_PENDING_STATISTICS = {"cuda": 2**26}
 
 
-class PlainCall(NamedTuple):
+# The version, address, shape and strides of a tensor.
+Identity = tuple[int, int, torch.Size, tuple[int, ...]]
+
+
+class CallTensors(NamedTuple):
+    """The tensors of a plain call, with what `identify` told of query, key and value at the call."""
+
+    q: Tensor  # (B, H, T, D)
+    k: Tensor
+    v: Tensor
+    lse: Tensor  # (B, H, T)
+    original: tuple[Identity, Identity, Identity]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether query or key were changed in place since the call."""
+        return identify(self.q) != self.original[0] or identify(self.k) != self.original[1]
+
+    @property
+    def has_changed_values(self) -> bool:
+        return identify(self.v) != self.original[2]
+
+
+@dataclass(slots=True)
+class PlainCall:
     """A call without a mask or with `causal`, of the default score, and the first one of its module.
 
-    name: of the module; number: of the pass; shape: (B, H, Tq, Tk); lse: the log-sum-exp; is_cross: what the inputs of
-    the module tell; original: the fingerprints of query, key and value at the call.
+    name: of the module; number: of the pass; shape: (B, H, Tq, Tk); is_cross: what the inputs of the module tell;
+    tensors: None once the statistics are computed.
     """
 
     name: str
     number: int
     shape: tuple[int, int, int, int]
-    q: Tensor  # (B, H, T, D)
-    k: Tensor
-    v: Tensor
     mask: Mask | None
-    lse: Tensor  # (B, H, T)
     is_cross: bool | None
-    original: tuple[Any, ...]
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether query or key were changed in place since the call."""
-        return (fingerprint(self.q), fingerprint(self.k)) != self.original[:2]
-
-    @property
-    def has_changed_values(self) -> bool:
-        return bool(fingerprint(self.v) != self.original[2])
-
-    def without_tensors(self) -> PlainCall:
-        return self._replace(**dict.fromkeys(("q", "k", "v", "lse")))  # type: ignore[arg-type]
+    tensors: CallTensors | None
 
     def to_weights(self) -> Weights:
         """The weights, which raise an error if query or key were changed since the call."""
-        weights = Weights.from_plain_call(self.q, self.k, DEFAULT_SCORE, self.mask, self.lse)
-        for tensor, original in zip((self.q, self.k), self.original, strict=False):
-            weights.tensors.set_fingerprint(tensor, original)
+        assert self.tensors is not None
+        q, k, _, lse, original = self.tensors
+        weights = Weights.from_plain_call(q, k, DEFAULT_SCORE, self.mask, lse)
+        weights.tensors.set_fingerprint(q, original[0])
+        weights.tensors.set_fingerprint(k, original[1])
         return weights
 
 
-@dataclass
-class PendingCall:
-    """A call whose statistics are computed later; `stored` is filled with them."""
+def identify(tensor: Tensor) -> Identity:
+    """What `fingerprint` returns for the tensors of plain calls, without its checks for other tensors."""
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride()
 
-    call: PlainCall | Weights | None  # None once they are computed
-    values: Tensor | None  # (B, G, Tk, Dv), if their norms are kept
-    stored: dict[str, Tensor] = field(default_factory=dict)
-    # The fingerprints of the keys (B, G, Tk).
-    keys: Tensor | None = None
-    # Whether a tensor of the call was changed in place before the statistics were computed.
-    is_lost: bool = False
+
+class PendingCall:
+    """A call whose statistics are computed later; `stored` is filled with them.
+
+    call: None once they are computed; values: (B, G, Tk, Dv), if their norms are kept; is_lost: whether a tensor of the
+    call was changed in place before; joined_keys: the fingerprints of the keys of all calls that were computed
+    together, the number of this one, and how many there are.
+    """
+
+    __slots__ = ("call", "is_lost", "joined_keys", "stored", "values")
+
+    def __init__(self, call: PlainCall | Weights, values: Tensor | None) -> None:
+        self.call: PlainCall | Weights | None = call
+        self.values, self.is_lost = values, False
+        self.stored: dict[str, Tensor] = {}
+        self.joined_keys: tuple[Tensor, int, int] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and log-sum-exp."""
+        if isinstance(self.call, PlainCall):
+            assert self.call.tensors is not None
+            return self.call.tensors.q, self.call.tensors.k, self.call.tensors.lse
+        assert self.call is not None
+        return self.call.tensors.call.q, self.call.tensors.call.k, self.call.tensors.lse
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The fingerprints of the keys (B, G, Tk), once they are computed."""
+        if self.joined_keys is None:
+            return None
+        keys, number, count = self.joined_keys
+        return keys.chunk(count, 1)[number]
 
     @property
     def is_changed(self) -> bool:
-        assert self.call is not None
         # Calls wait only if their values had version 0.
         if self.values is not None and self.values._version:
             return True
-        return self.call.is_changed if isinstance(self.call, PlainCall) else self.call.tensors.is_changed()
+        assert self.call is not None and self.call.tensors is not None
+        return self.call.tensors.is_changed if isinstance(self.call, PlainCall) else self.call.tensors.is_changed()
+
+    def free_tensors(self) -> None:
+        if isinstance(self.call, PlainCall):
+            self.call.tensors = None
+        self.call = self.values = None
 
 
 class JoinedResults(NamedTuple):
@@ -108,47 +152,57 @@ class PendingStatistics:
     def __init__(self, keep: Keep, host_copier: HostCopier) -> None:
         self.keep, self.host_copier = keep, host_copier
         self._groups: dict[Hashable, list[PendingCall]] = {}
-        self._nbytes = 0
+        self._nbytes = self._kept_nbytes = 0
         self._joined: list[JoinedResults] = []
 
-    def add(self, call: PlainCall | Weights, values: Tensor) -> PendingCall:
-        """Computes the statistics of a call (B, H, Tq, Tk): at once, or later together with those of other layers."""
+    def add(self, call: PlainCall | Weights, values: Tensor, kept_nbytes: int) -> PendingCall:
+        """Computes the statistics of a call (B, H, Tq, Tk): at once, or later together with those of other layers.
+
+        `kept_nbytes`: the bytes of the statistics.
+        """
         pending = PendingCall(call, values if self.keep.values else None)
         kind = describe_kind(call, values)
-        q, k = (call.q, call.k) if isinstance(call, PlainCall) else (call.tensors.call.q, call.tensors.call.k)
-        nbytes = q.nbytes + k.nbytes + values.nbytes
-        limit = MAX_PENDING_BYTES.get(q.device.type, 0)
-        if kind is None or 2 * nbytes > limit:
+        q, k, _ = pending.tensors
+        nbytes, device = q.nbytes + k.nbytes + values.nbytes, q.device.type
+        limit, kept_limit = MAX_PENDING_BYTES.get(device, 0), MAX_PENDING_STATISTICS.get(device, math.inf)
+        if kind is None or 2 * nbytes > limit or 2 * kept_nbytes > kept_limit:
             self._compute([pending])
             return pending
         self._groups.setdefault(kind, []).append(pending)
         self._nbytes += nbytes
-        if self._nbytes + nbytes > limit:
+        self._kept_nbytes += kept_nbytes
+        if self._nbytes + nbytes > limit or self._kept_nbytes + kept_nbytes > kept_limit:
             self.compute()
         return pending
 
     def compute(self) -> None:
         """Computes the statistics of all calls that wait."""
-        groups, self._groups, self._nbytes = list(self._groups.values()), {}, 0
+        groups, self._groups, self._nbytes, self._kept_nbytes = list(self._groups.values()), {}, 0, 0
         for calls in groups:
             for call in calls:
                 call.is_lost = call.is_changed
+                if call.is_lost:
+                    call.free_tensors()
             self._compute([call for call in calls if not call.is_lost])
 
     def _compute(self, calls: list[PendingCall]) -> None:
         if not calls:
             return
         with torch.no_grad():
-            weights = join_heads([call.call for call in calls if call.call is not None])
-            results = self.keep.compute(weights)
-            values = [call.values for call in calls if call.values is not None]
-            if values:
-                results["norms"] = compute_norms(values[0] if len(values) == 1 else torch.cat(values, 1))
-            keys = fingerprint_keys(weights.tensors.call.k).chunk(len(calls), 1)
+            results, keys = self._compute_joined(calls)
+        for number, call in enumerate(calls):
+            call.joined_keys = keys, number, len(calls)
+            call.free_tensors()
         self._joined.append(JoinedResults(self.host_copier.copy(results), calls))
-        for call, of_call in zip(calls, keys, strict=True):
-            # The tensors can be freed.
-            call.call, call.values, call.keys = None, None, of_call
+
+    def _compute_joined(self, calls: list[PendingCall]) -> tuple[dict[str, Tensor], Tensor]:
+        """The statistics of calls of one kind, and the fingerprints of their keys."""
+        weights = join_heads(calls)
+        results = self.keep.compute(weights)
+        values = [call.values for call in calls if call.values is not None]
+        if values:
+            results["norms"] = compute_norms(values[0] if len(values) == 1 else torch.cat(values, 1))
+        return results, fingerprint_keys(weights.tensors.call.k)
 
     def split(self) -> None:
         """Gives each call its own statistics, once the copies to the host have been started."""
@@ -167,7 +221,12 @@ def describe_kind(call: PlainCall | Weights, values: Tensor) -> Hashable | None:
     a cache of fixed size is: their version is not 0. Weights have copies of inference tensors, which have no version.
     """
     if isinstance(call, PlainCall):
-        return None if are_changeable(call.q, call.k, values) else describe_tensors(call.q, call.k, values, call.mask)
+        assert call.tensors is not None
+        q, (of_q, of_k, of_v) = call.tensors.q, call.tensors.original
+        # Their versions; query, key and value have one shape and dtype.
+        if of_q[0] or of_k[0] or of_v[0]:
+            return None
+        return call.shape, q.shape[3], q.dtype, q.device, call.mask is None
     form = call.tensors.call
     if form.bias is not None or form.sink is not None or form.positions is not None or type(form.score) is not Dot:
         return None
@@ -192,16 +251,15 @@ def describe_tensors(q: Tensor, k: Tensor, values: Tensor, *others: Hashable) ->
     return q.shape, k.shape, values.shape, q.dtype, k.dtype, q.device, *others
 
 
-def join_heads(parts: list[PlainCall | Weights]) -> Weights:
+def join_heads(calls: list[PendingCall]) -> Weights:
     """The weights of several calls of one kind as those of one call with the heads of all of them."""
-    first = parts[0]
+    first = calls[0].call
+    assert first is not None
     weights = first.to_weights() if isinstance(first, PlainCall) else first
-    if len(parts) == 1:
+    if len(calls) == 1:
         return weights
     call: Call = weights.tensors.call
-    calls = [each if isinstance(each, PlainCall) else each.tensors.call for each in parts]
-    lses = [each.lse if isinstance(each, PlainCall) else each.tensors.lse for each in parts]
-    q, k, lse = torch.cat([each.q for each in calls], 1), torch.cat([each.k for each in calls], 1), torch.cat(lses, 1)
+    q, k, lse = (torch.cat(each, 1) for each in zip(*(call.tensors for call in calls), strict=True))
     call = replace(call, q=q, k=k, v=k, sizes=call.sizes._replace(heads=q.shape[1]))
     return Weights(call, lse, (q.shape[0],), True)
 

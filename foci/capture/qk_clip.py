@@ -109,11 +109,11 @@ def name_attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     names = LayerNames(modules)
     if "transformers" in sys.modules:
         from foci.capture import huggingface
-        from foci.capture.huggingface.naming import name_layers
+        from foci.capture.huggingface.naming import find_encoder_and_decoder, name_known_layers
 
         transformers = huggingface.find_transformers_models(names)
-        for name, layer_name in name_layers(transformers.models, transformers.attention_modules):
-            names.set(name, layer_name)
+        parts = find_encoder_and_decoder(transformers.models)
+        names.set(name_known_layers(names.layout, transformers.models, transformers.attention_modules, parts))
     found: dict[str, nn.Module] = {}
     by_name = dict(modules)
     for name, layer_name in names.layer_names.items():

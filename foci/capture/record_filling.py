@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -17,6 +17,8 @@ from foci.record.record import Record
 if TYPE_CHECKING:
     from foci.capture.layer_logs import LayerLogs
     from foci.capture.recorder import Recorder
+
+get_compiled_call = attrgetter("_compiled_call_impl")
 
 LOST_REASON = "its queries, keys or values were changed in place after the call: pass clones to the call"
 
@@ -63,7 +65,6 @@ def fill_record_later(recorder: Recorder) -> None:
     if recorder.logs.pending is not None:
         recorder.logs.pending.compute()
         recorder.logs.host_copier.wait()
-        recorder.logs.pending.split()
         lost = [name for name, (_, pending) in recorder.plain_calls.items() if pending is not None and pending.is_lost]
         for name in lost:
             del recorder.plain_calls[name]
@@ -79,6 +80,8 @@ def fill_record_later(recorder: Recorder) -> None:
 
 def finish_record(recorder: Recorder, record: Record) -> None:
     """Adds the layers and labels to a record that is read for the first time."""
+    if recorder.logs.pending is not None:
+        recorder.logs.pending.split()
     recorder.open_plain_logs()
     add_layers(recorder, record)
 
@@ -95,15 +98,19 @@ def add_counts(recorder: Recorder) -> None:
     """Adds the number of calls, the unseen modules, and a note about compiled modules."""
     record = recorder.record
     record.calls, record.unseen = recorder.calls, recorder.list_unseen()
-    compiled = find_compiled_modules(recorder.modules) if recorder.calls else []
+    compiled = find_compiled_modules(recorder) if recorder.calls else []
     if compiled:
         record.notes.append(f"ran uncompiled inside foci.watch: {', '.join(compiled)}")
 
 
-def find_compiled_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+def find_compiled_modules(recorder: Recorder) -> list[str]:
     """The modules that torch.compile or `module.compile()` compiled, by name; the model itself is "the model"."""
+    if not recorder.structure.has_compile_wrappers and not any(map(get_compiled_call, recorder.modules)):
+        return []
     names = [
-        name for name, module in modules if "_orig_mod" in module._modules or module._compiled_call_impl is not None
+        name
+        for name, module in zip(recorder.structure.names, recorder.modules, strict=True)
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None
     ]
     return [strip_compile_wrapper(name) or "the model" for name in names]
 

@@ -24,12 +24,12 @@ from foci.capture.layer_logs import LayerLogs
 from foci.capture.module_tracker import ModuleTracker
 from foci.capture.naming import LayerName
 from foci.capture.patches import PatchGrid
-from foci.capture.pending_statistics import PendingCall, PlainCall
-from foci.capture.text_weights import CallKey, KnownCall, TextWeights, is_short_call
+from foci.capture.pending_statistics import CallTensors, PendingCall, PlainCall, identify
+from foci.capture.text_weights import KnownCall, TextWeights, is_short_call
 from foci.capture.token_ids import TokenIds
 from foci.capture.torch_functions import record_intercepted_call
 from foci.capture.windows import WindowGrids
-from foci.record.kept import Keep
+from foci.record.kept import Keep, as_index
 from foci.record.labels import Labels, Segment
 from foci.record.record import Record
 from foci.runtime.interception import HANDLING, get_interceptors
@@ -97,6 +97,8 @@ class Recorder(ModuleTracker):
         self.processor, self.denoising = processor, denoising
         # Whether the block is open; hooks and interception do nothing afterwards.
         self.is_open = True
+        # Whether everything that opening it did is undone.
+        self.is_closed = False
         # Whether the model's own attention calls run unchanged and the weights are computed in addition.
         self.keeps_own_calls = False
         # How many of the calls are those of `foci.attention`, which a compiled graph can report.
@@ -115,6 +117,11 @@ class Recorder(ModuleTracker):
         self._records_all = self.selection.is_empty and rows is None and denoising is None and not keeps_text
         # Common calls, each the first one of its module, whose logs are made later.
         self.plain_calls: dict[str, tuple[PlainCall, PendingCall | None]] = {}
+        # Whether the running pass is a denoising step like the one before, of which only weights on text are kept: then
+        # nothing new is noted about its modules.
+        self.repeats_pass = False
+        # What the inputs told about the calls of a denoiser, by module and the number of the call in the pass.
+        self._crossing_calls: dict[tuple[str, int], bool | None] = {}
         self._had_dynamo = "torch._dynamo" in sys.modules
 
     def add_token_ids(self, labels: str, ids: Tensor) -> None:
@@ -136,7 +143,12 @@ class Recorder(ModuleTracker):
     def begin_pass(self) -> None:
         self.open_plain_logs()
 
+    def repeat_pass(self) -> None:
+        """Notes that the running pass is a denoising step with the sizes of the one before."""
+        self.repeats_pass = self.text_weights is not None and bool(self._entered)
+
     def end_pass(self) -> None:
+        self.repeats_pass = False
         if self.logs.pending is not None:
             self.logs.pending.compute()
 
@@ -184,19 +196,28 @@ class Recorder(ModuleTracker):
     def fit_layer_name(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Fits the layer name of a module to the call that it makes: self-attention or cross-attention."""
         self.open_plain_logs()
-        is_cross = self.module_inputs.tell_cross(self.running_modules(), q, k, v)
+        is_cross = self._tell_cross(name, q, k, v)
         context = "context"
         if is_cross:
             number = len(self.context_names) + 1
             context = self.context_names.setdefault(k.shape[-2], context if number == 1 else f"context#{number}")
         self.layer_names.fit_to_call(name, is_cross, context)
 
+    def _tell_cross(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> bool | None:
+        """Whether the inputs of the running modules show cross-attention; None if they do not tell."""
+        if self.denoising is None:
+            return self.module_inputs.tell_cross(self.running_modules(), q, k, v)
+        call = name, self.calls_in_pass[name] + 1
+        if not self.repeats_pass or call not in self._crossing_calls:
+            self._crossing_calls[call] = self.module_inputs.tell_cross(self.running_modules(), q, k, v)
+        return self._crossing_calls[call]
+
     def count_and_check(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Counts an attention call of a module; returns whether to record it."""
         self.fit_layer_name(name, q, k, v)
         if not is_recomputation():
             self.count_call(name)
-        if not self.is_selected(name) or not self.keeps_part_of(name, q.shape[-2], k.shape[-2]):
+        if not self.is_selected(name) or not self.keeps_part_of(name, q, k):
             return False
         if is_inside_torch_func():
             self.mark_unseen(name, "it ran inside a torch.func transform, whose tensors cannot be kept")
@@ -213,7 +234,7 @@ class Recorder(ModuleTracker):
         """
         if not self._records_all or name not in self.run_counts or name in self.calls_in_pass:
             return None
-        if self.keeps_own_calls or self.window_grids.has_any or not self.is_counting() or self._must_hide_from_dynamo:
+        if self.keeps_own_calls or self.window_grids.grids or not self.is_counting() or self._must_hide_from_dynamo:
             return None
         is_known, is_cross = self.module_inputs.tell_plain(name)
         if not is_known or self.layer_names.of(name).is_cross:
@@ -230,16 +251,16 @@ class Recorder(ModuleTracker):
             return None
         out, lse = found
         batch, heads, length, _ = q.shape
-        shape = batch, heads, length, length
-        # What `fingerprint` returns for these, without its checks.
-        original = tuple((each._version, each.data_ptr(), each.shape, each.stride()) for each in (q, k, v))
-        call = PlainCall(name, self.pass_number, shape, q, k, v, mask, lse, is_cross, original)
-        self._check_plain_limit(call)
-        self.count_call(name)
-        if self.logs.pending is None:
+        tensors = CallTensors(q, k, v, lse, (identify(q), identify(k), identify(v)))
+        call = PlainCall(name, self.pass_number, (batch, heads, length, length), mask, is_cross, tensors)
+        if self.keep is None or self.logs.pending is None:
+            self._check_plain_limit(3 * q.nbytes + lse.nbytes)
             self.plain_calls[name] = call, None
         else:
-            self.plain_calls[name] = call.without_tensors(), self.logs.pending.add(call, v)
+            size = self.keep.nbytes(batch, heads, length, length)
+            self._check_plain_limit(size)
+            self.plain_calls[name] = call, self.logs.pending.add(call, v, size)
+        self.count_call(name)
         return out
 
     def _run_token(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
@@ -269,11 +290,9 @@ class Recorder(ModuleTracker):
         """Whether a compiler was first used inside the block, and would trace this code."""
         return not self._had_dynamo and "torch._dynamo" in sys.modules
 
-    def _check_plain_limit(self, call: PlainCall) -> None:
-        size = 3 * call.q.nbytes + call.lse.nbytes if self.keep is None else self.keep.nbytes(*call.shape)
+    def _check_plain_limit(self, size: int) -> None:
         if not self.plain_calls or not self.logs.has_room(size):
-            log = self.logs.make_log(call.name, self.layer_names.of(call.name), ())
-            self._check_limit(log, call.to_weights(), call.v)
+            self._check_size(size)
         self.logs.kept_bytes += size
 
     def open_plain_logs(self) -> None:
@@ -286,34 +305,38 @@ class Recorder(ModuleTracker):
             self.logs.add_first(call.name, log)
         self.plain_calls.clear()
 
-    def repeat_call(self, name: str, q: Tensor, k: Tensor, mask: Any) -> bool:
+    def repeat_call(self, q: Tensor, k: Tensor) -> bool:
         """Records a plain call of a denoiser like that of an earlier step; False for any other call, which is not.
 
         Only the weights on text are kept, and most of what is found out about a call is the same in every step. The
         caller runs the model's own call.
         """
-        if self.denoising is None or self.text_weights is None or mask is not None or self.selection.ablate:
+        # Outside a pass, a call begins one.
+        if self.text_weights is None or not self._entered or type(q) is not Tensor or type(k) is not Tensor:
             return False
-        key = CallKey(name, self.calls_in_pass[name] + 1, q.shape[-2], k.shape[-2])
-        if key not in self.text_weights.known_calls or not self.is_counting():
+        name = self.find_calling_module()
+        if name is None or q.is_nested or not self.is_counting() or is_inside_torch_func():
             return False
-        if is_inside_torch_func() or self._must_hide_from_dynamo:
+        key = name, self.calls_in_pass.get(name, 0) + 1, q.shape, k.shape
+        if key not in self.text_weights.known_calls or self._must_hide_from_dynamo:
             return False
         known = self.text_weights.known_calls[key]
-        if known is None or not self.denoising.is_recorded:
-            self.count_call(name)
-            return True
-        log, keep = known.log, self.text_weights.keep
-        assert log.text is not None
-        size = keep.nbytes(*log.shape[:2], key.queries, key.keys, log.text)
-        if not is_short_call(q, k, known.batch_and_heads) or not self.logs.has_room(size):
+        if known is not None and not self._repeat_known_call(known, q, k):
             return False
         self.count_call(name)
+        return True
+
+    def _repeat_known_call(self, known: KnownCall, q: Tensor, k: Tensor) -> bool:
+        """Keeps the weights on text of a call, if the pass is recorded; False if the call is not plain enough."""
+        assert self.denoising is not None and self.keep is not None
+        if not self.denoising.is_recorded:
+            return True
+        is_plain = known.has_room_for(q, k) and not torch.is_autocast_enabled(q.device.type)
+        if not is_plain or not self.logs.has_room(known.log.nbytes):
+            return False
         rows = self.denoising.find_conditional_rows(q.shape[0])
-        computed = keep.compute_text_of_plain_call(*((q, k) if rows is None else (q[rows], k[rows])), log.text)
-        step = self.logs.open_step(name, key.number, log.layer_name, log.heads, self.denoising.step)
-        step.add_columns(computed, log, self.pass_number)
-        self.logs.kept_bytes += step.nbytes
+        kept = self.keep.compute_text_of_plain_call(q, k, known.keys, rows)
+        self.logs.repeat_step(known.log, kept, self.denoising.step)
         return True
 
     def record_call(self, name: str, weights: Weights | ShardedWeights, values: Tensor) -> None:
@@ -354,23 +377,26 @@ class Recorder(ModuleTracker):
         self._check_limit(log, weights, values)
         self.logs.add_call(log, weights, k, values, self.pass_number)
         if text is not None and self.denoising is not None and self.selection.heads is None:
-            self._note_known_call(name, log, whole_batch, weights.shape)
+            self._note_known_call(name, log, whole_batch, weights)
 
-    def _note_known_call(self, name: str, log: LayerLog, batch: int, shape: tuple[int, ...]) -> None:
+    def _note_known_call(self, name: str, log: LayerLog, batch: int, weights: Weights) -> None:
         """Notes a call of a denoiser for `repeat_call`, if no rows of it are kept."""
         assert self.text_weights is not None and log.text is not None
-        if not self.text_weights.keeps_rows(log.text):
-            key = CallKey(name, self.calls_in_pass[name], *shape[2:])
-            self.text_weights.known_calls[key] = KnownCall(log, (batch, shape[1]))
+        call = weights.tensors.call
+        if self.text_weights.keeps_rows(log.text) or self.selection.ablate or call.q.shape[1] != call.k.shape[1]:
+            return
+        q_shape, k_shape = (torch.Size((batch, *each.shape[1:])) for each in (call.q, call.k))
+        known = KnownCall(log, as_index(log.text.keys), is_short_call(weights.shape))
+        self.text_weights.known_calls[name, self.calls_in_pass[name], q_shape, k_shape] = known
 
-    def keeps_part_of(self, name: str, queries: int, keys: int) -> bool:
+    def keeps_part_of(self, name: str, q: Tensor, k: Tensor) -> bool:
         """Whether something of a call is kept: without text there is nothing for `Keep(keys="text")`."""
         if self.text_weights is None:
             return True
-        text = self.text_weights.find(self.layer_name_of(name), queries, keys, self.pass_number)
+        text = self.text_weights.find(self.layer_name_of(name), q.shape[-2], k.shape[-2], self.pass_number)
         is_kept = self.text_weights.keeps_part(text)
-        if not is_kept and self.denoising is not None:
-            self.text_weights.known_calls[CallKey(name, self.calls_in_pass[name], queries, keys)] = None
+        if not is_kept and self.denoising is not None and not self.selection.ablate:
+            self.text_weights.known_calls[name, self.calls_in_pass[name], q.shape, k.shape] = None
         return is_kept
 
     def _find_or_open_log(
@@ -384,7 +410,9 @@ class Recorder(ModuleTracker):
 
     def _check_limit(self, log: LayerLog, weights: Weights, values: Tensor) -> None:
         """Refuses a call that would exceed `limit`; the estimate of the first call is scaled to all layers."""
-        nbytes = self.logs.count_bytes(log, weights, values)
+        self._check_size(self.logs.count_bytes(log, weights, values))
+
+    def _check_size(self, nbytes: int) -> None:
         if not self.logs.has_estimate:
             layers = max(1, sum(self.is_selected(name) for name in self.layer_names.attention_modules))
             nbytes = self.logs.estimate(nbytes, layers, 1 if self.denoising is None else self.denoising.expected_steps)

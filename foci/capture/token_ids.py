@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.capture.host_copy import HostCopier
 from foci.capture.naming import has_component
 from foci.record.labels import SEGMENT_KINDS, Labels, Segment
 
@@ -37,6 +36,15 @@ def sequence_of_embedding(stack: Sequence[str], is_encoder_decoder: bool) -> str
     return "target" if is_encoder_decoder else "input"
 
 
+def join_ids(parts: Sequence[Tensor]) -> Tensor:
+    """The ids of several passes, (B, T) on the CPU, copied from a GPU at once."""
+    for device in {part.device for part in parts if part.is_cuda}:
+        # The copies may have been made on another stream.
+        torch.cuda.synchronize(device)
+    devices = {part.device for part in parts}
+    return torch.cat([*parts] if len(devices) == 1 else [part.cpu() for part in parts], 1).cpu()
+
+
 class TokenIds:
     """Token ids (B, T) by label name and pass, and the labels made from them."""
 
@@ -44,8 +52,6 @@ class TokenIds:
         self.tokenizer = tokenizer
         self.ready_labels: dict[str, Labels] = {}
         self._chunks: dict[str, list[tuple[int, Tensor]]] = {}
-        # Its own copier: token ids arrive long before the statistics of the last layer.
-        self._host_copier = HostCopier(batch_bytes=0)
         self._explicit: set[str] = set()
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}
         # By name, the passes with patches or frames among the tokens.
@@ -83,8 +89,8 @@ class TokenIds:
     def _add(self, name: str, ids: Tensor, number: int) -> None:
         if ids.dim() <= 2 and not ids.is_floating_point():
             rows = ids.detach().reshape(-1, ids.shape[-1]) if ids.dim() else ids.detach().reshape(1, 1)
-            # The caller may write the next text into the same tensor, on a GPU before the copy to the host has run.
-            self._chunks.setdefault(name, []).append((number, self._host_copier.copy({"ids": rows.clone()})["ids"]))
+            # The caller may write the next text into the same tensor. The copy stays on its device until it is read.
+            self._chunks.setdefault(name, []).append((number, rows.clone()))
 
     def label_name_for(self, name: str, passes: Sequence[int]) -> str:
         """The label name of the ids read in some passes: "input", and "input#2" for another text in the same block."""
@@ -110,13 +116,12 @@ class TokenIds:
     def build_labels(self) -> dict[str, Labels]:
         """Labels by name, for every name that `label_name_for` returned."""
         labels = dict(self.ready_labels)
-        self._host_copier.wait()
         for (name, passes), label_name in self._names.items():
             if label_name in labels:
                 continue
             parts = [ids for number, ids in self._chunks[name] if number in set(passes)]
             if len({len(part) for part in parts}) == 1:
-                labels[label_name] = self._add_segments_to(self._label(torch.cat(parts, 1)), name, passes)
+                labels[label_name] = self._add_segments_to(self._label(join_ids(parts)), name, passes)
         return labels
 
     def _add_segments_to(self, labels: Labels, name: str, passes: Sequence[int]) -> Labels:

@@ -50,6 +50,8 @@ def record_intercepted_call(
     recorder: Recorder, function: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> Any:
     """Runs an attention call that was intercepted, and records it if a module of the watched model makes it."""
+    if recorder.text_weights is not None and is_repeated(recorder, function, args, kwargs):
+        return run_original(function, args, kwargs)
     name = recorder.find_running_module()
     if name is not None and function in PLAIN_CALLS and not is_seen_by_others():
         plain = PLAIN_CALLS[function](*args, **kwargs)
@@ -58,8 +60,6 @@ def record_intercepted_call(
             if out is not None:
                 recorder.foci_calls += function is attention
                 return out
-            if function is not attention and recorder.repeat_call(name, plain[0], plain[1], plain[3]):
-                return run_original(function, args, kwargs)
     return function(*args, **kwargs) if name is None else HANDLERS[function](recorder, name, function, args, kwargs)
 
 
@@ -263,6 +263,18 @@ def read_plain_sdpa(
     if find_decomposing_class(query) is not None:
         return None
     return query, key, value, causal if is_causal else None
+
+
+def is_repeated(recorder: Recorder, function: Any, args: PositionalArguments, kwargs: KeywordArguments) -> bool:
+    """Whether a call is a plain one without a mask that the recorder repeats: then it is recorded."""
+    if function is not F.scaled_dot_product_attention or len(args) < 3 or is_seen_by_others():
+        return False
+    # PyTorch leaves out arguments that have their default.
+    if kwargs or len(args) > 3:
+        plain = read_plain_sdpa(*args, **kwargs)
+        if plain is None or plain[3] is not None:
+            return False
+    return recorder.repeat_call(args[0], args[1])
 
 
 PlainArguments = tuple[Tensor, Tensor, Tensor, Any]

@@ -7,18 +7,19 @@ that report passes and token ids. When the block ends, the Recorder fills the Re
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from foci.capture import huggingface
 from foci.capture.compiled_watch import LEARNED, LearningRecorder, check_compiled, learn_calls, watch_compiled
+from foci.capture.cross_attention import find_sequence_parameters
 from foci.capture.diffusion import Denoising, find_pipeline_denoisers, is_denoiser
 from foci.capture.head_selection import HeadSelection, parse_ablate, parse_selection
-from foci.capture.hooks import hook_module
+from foci.capture.hooks import hook_runs
 from foci.capture.multi_head_attention import intercept_multi_head_attention
 from foci.capture.record_filling import fill_record
 from foci.capture.recorder import Recorder
@@ -218,8 +219,10 @@ def parse_queries(queries: Any, keep: Any) -> Any:
 def open_block(block: ExitStack, model: nn.Module, recorder: Recorder) -> None:
     with delay_interrupts():
         found = huggingface.find_transformers_models(recorder.layer_names)
-        hook_modules(block, recorder, [*recorder.layer_names.attention_modules, *found.attention_modules])
-        recorder.module_inputs.watch(block, recorder)
+        find_sequence_parameters(recorder.layer_names)
+        layout = recorder.layer_names.layout
+        attention_modules = *layout.attention_modules, *found.attention_modules
+        hook_runs(block, recorder, layout.find_hooked_modules(attention_modules, found.calling))
         recorder.patch_grid.watch(block, recorder)
         recorder.window_grids.watch(block, recorder)
         if recorder.denoising is not None:
@@ -236,47 +239,7 @@ def open_block(block: ExitStack, model: nn.Module, recorder: Recorder) -> None:
 def close_block(block: ExitStack, recorder: Recorder) -> None:
     """Undoes what `open_block` did, in full even if Ctrl+C is pressed; a second call does nothing."""
     recorder.is_open = False
-    with delay_interrupts():
-        block.__exit__(*sys.exc_info())
-
-
-def hook_modules(block: ExitStack, recorder: Recorder, attention_modules: Iterable[str]) -> None:
-    """Registers hooks that report passes, runs of attention modules, and token ids to the recorder."""
-    layout, modules = recorder.layer_names.layout, recorder.layer_names.modules
-    recorded = {*layout.recorded}
-    attending = tuple(dict.fromkeys(name for name in attention_modules if name in recorded))
-    outer = layout.find_outer_modules(attending)
-    for name in outer:
-        enter, leave = make_module_hooks(recorder, name)
-        hook_module(block, recorder, modules[name], enter, before=True)
-        hook_module(block, recorder, modules[name], leave, before=False, always_call=True)
-    for name in attending:
-        if name not in outer:
-            hook_module(block, recorder, modules[name], make_run_hook(recorder, name), before=True)
-    for name in layout.token_embeddings:
-        hook_module(block, recorder, modules[name], make_embedding_hook(recorder), before=True)
-
-
-def make_module_hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    def enter(module: nn.Module, args: Any) -> None:
-        recorder.enter_module(name)
-
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
-        recorder.leave_module(name)
-
-    return enter, leave
-
-
-def make_run_hook(recorder: Recorder, name: str) -> Callable[..., None]:
-    def count_run(module: nn.Module, args: Any) -> None:
-        recorder.count_run(name)
-
-    return count_run
-
-
-def make_embedding_hook(recorder: Recorder) -> Callable[..., None]:
-    def read_token_ids(module: nn.Module, args: Any) -> None:
-        if args and isinstance(args[0], Tensor):
-            recorder.add_embedded_ids(args[0])
-
-    return read_token_ids
+    if not recorder.is_closed:
+        with delay_interrupts():
+            block.__exit__(*sys.exc_info())
+            recorder.is_closed = True

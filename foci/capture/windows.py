@@ -71,11 +71,7 @@ class WindowGrids:
     """The grids of the layers that attend in windows, by module name."""
 
     def __init__(self) -> None:
-        self._grids: dict[str, tuple[nn.Module, int, int]] = {}
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self._grids)
+        self.grids: dict[str, tuple[nn.Module, int, int]] = {}
 
     def watch(self, block: ExitStack, recorder: Recorder) -> None:
         """Notes the grid of every layer that attends in windows, until the block closes."""
@@ -92,17 +88,17 @@ class WindowGrids:
             if isinstance(states, Tensor) and states.dim() == 4:
                 size = states.shape[1:3]
             if isinstance(size, tuple | list) and len(size) == 2:
-                self._grids[name] = module, int(size[0]), int(size[1])
+                self.grids[name] = module, int(size[0]), int(size[1])
 
         return note_grid
 
     def find(self, running: Iterable[str], batch: int, length: int) -> Windows | None:
         """The windows of a call, by the innermost running layer that has any; None if they do not fit its sizes."""
-        name = next((name for name in running if name in self._grids), None) if self._grids else None
+        name = next((name for name in running if name in self.grids), None) if self.grids else None
         if name is None:
             return None
         # The layer may have changed the size of its windows in this pass.
-        found = read_windows(*self._grids[name])
+        found = read_windows(*self.grids[name])
         count, size = found.find_positions().shape
         return found if size == length and batch % count == 0 else None
 

@@ -84,7 +84,8 @@ def is_intercepting() -> bool:
     """Whether `intercept` must get the calls of this thread."""
     if torch.compiler.is_compiling():
         return find_tracer() is not None
-    return is_key_included(KEY) and HANDLING.depth < len(get_interceptors())
+    # `get_interceptors` in fewer steps: this runs at every attention call.
+    return is_key_included(KEY) and HANDLING.depth < len(torch._C._get_obj_in_tls(STATE_NAME))
 
 
 def intercept(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +96,7 @@ def intercept(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         with torch._C.DisableTorchFunction():
             return tracer.trace_call(function, args, kwargs)
     depth = HANDLING.depth
-    interceptor = get_interceptors()[-1 - depth]
+    interceptor: Interceptor = torch._C._get_obj_in_tls(STATE_NAME)[-1 - depth]
     HANDLING.depth = depth + 1
     try:
         return interceptor.intercept(function, args, kwargs) if interceptor.is_open else function(*args, **kwargs)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import foci
+from foci.capture.cross_attention import ModuleInputs
 from foci.capture.generation_steps import CaptureError
 from foci.capture.torch_functions import SdpaCall
 from tests.capture.diffusion_models import CASES, TEXT, Case, make_pipeline, make_tokenizer
@@ -389,9 +390,10 @@ def test_only_the_conditional_half_is_computed(family: str, monkeypatch: pytest.
     computed, batches = count_full_recordings(monkeypatch), set()
     own = foci.Keep.compute_text_of_plain_call
 
-    def compute(keep: foci.Keep, q: Tensor, k: Tensor, text: Any) -> Any:
-        batches.add(q.shape[0])
-        return own(keep, q, k, text)
+    def compute(*arguments: Any) -> Any:
+        kept = own(*arguments)
+        batches.add(kept["key_weights"].shape[0])
+        return kept
 
     monkeypatch.setattr(foci.Keep, "compute_text_of_plain_call", compute)
     with foci.watch(pipe, keep=foci.Keep(keys="text")) as seen:
@@ -419,3 +421,87 @@ def test_a_change_of_the_latents_between_steps_is_recorded() -> None:
     limit = seen.nbytes // 2
     with pytest.raises(CaptureError, match="above limit"):
         record(case, model, latents, text, 4, keep=keep, limit=limit)
+
+
+class Attend(nn.Module):
+    """An attention module whose name does not tell what it attends to."""
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, mask: Any = None) -> Tensor:
+        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k = (x.unflatten(2, (2, -1)).transpose(1, 2) for x in (hidden_states, keys))
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class ChangingDenoiser(nn.Module):
+    """A denoiser with a module that first runs at step 2, and one with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.words, self.masked, self.later = (Attend() for _ in range(4))
+        self.step = -1
+
+    def forward(self, sample: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        self.step += 1
+        x = sample.flatten(2).mT
+        x = x + self.own(x) + self.words(x, encoder_hidden_states)
+        x = x + self.masked(x, encoder_hidden_states, torch.zeros(x.shape[1], encoder_hidden_states.shape[1]))
+        if self.step > 1:
+            x = x + self.later(x, encoder_hidden_states)
+        return x.mT.unflatten(2, sample.shape[2:])
+
+
+@pytest.mark.parametrize("words", [6, 3])
+def test_modules_are_told_apart_at_all_steps(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is noted of a module after its first step; with 6 words the lengths of text and image are the same."""
+    noted: list[str] = []
+    own = ModuleInputs.note
+
+    def note(self: ModuleInputs, name: str, *arguments: Any) -> None:
+        noted.append(name)
+        own(self, name, *arguments)
+
+    monkeypatch.setattr(ModuleInputs, "note", note)
+    torch.manual_seed(0)
+    model, latents, text = ChangingDenoiser().eval(), torch.randn(1, 8, 2, 3), torch.randn(1, words, 8)
+    with torch.no_grad(), store_softmax() as stored:
+        plain = [model(latents * 0.9**step, text) for step in range(4)]
+    model.step = -1
+    keep = foci.Keep(keys="text")
+    with torch.no_grad(), foci.watch(model, keep=keep, steps=True) as seen:
+        watched = [model(latents * 0.9**step, text) for step in range(4)]
+    torch.testing.assert_close(watched, plain)
+    assert [noted.count(name) for name in ("", "own", "words", "masked", "later")] == [4, 1, 1, 1, 1]
+    assert {name: [*layer.steps] for name, layer in seen.layers.items()} == {
+        "words": [0, 1, 2, 3],
+        "masked": [0, 1, 2, 3],
+        "later": [2, 3],
+    }
+    own_calls = {"words": 1, "masked": 2, "later": 3}
+    for name, layer in seen.layers.items():
+        assert layer.queries != layer.keys
+        for step, at in layer.steps.items():
+            expected = stored[3 * step + max(step - 2, 0) + own_calls[name]]
+            torch.testing.assert_close(at.columns(range(words)), expected, atol=1e-5, rtol=1e-4)
+    assert (seen.calls, seen.unseen) == (14, [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel runs in Triton's interpreter")
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_calls_with_many_entries_need_the_kernel(is_on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it they are recorded in full at every step."""
+    pytest.importorskip("triton")
+    pipe = make_pipeline("SDXL")
+    call = CALLS["SDXL"] | {"num_inference_steps": 2, "prompt": PROMPT}
+    with foci.watch(pipe) as lazy:
+        pipe(**call, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("foci.capture.text_weights.MAX_SHORT_ENTRIES", 10)
+    monkeypatch.setattr("foci.statistics.cuda.columns.is_on_gpu", lambda x: is_on_gpu)
+    monkeypatch.setattr("foci.statistics.cuda.columns.COLUMNS_LAUNCHES", {})
+    computed = count_full_recordings(monkeypatch)
+    with foci.watch(pipe, keep=foci.Keep(keys="text")) as seen:
+        pipe(**call, generator=torch.Generator().manual_seed(0))
+    assert len(computed) == len(seen.layers) * (1 if is_on_gpu else 2)
+    for name, layer in seen.layers.items():
+        for step in range(2):
+            found, expected = (each.at(step).columns([*layer.kept_keys]) for each in (layer, lazy.layers[name]))
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)

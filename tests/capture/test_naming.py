@@ -96,7 +96,7 @@ def test_layer_names_of_foci_models() -> None:
 def test_modules_without_attention_in_their_class_name() -> None:
     names = LayerNames(modules(nn.Module()))
     assert [names.of(name).short for name in ("h.4.mix", "h.2.mix", "h.2.other", "free")] == ["L4", "L2", "L5", "L3"]
-    names.set("x", LayerName("vision", 7))
+    names.set({"x": LayerName("vision", 7)})
     assert names.of("x").short == "vision.L7"
     inner = LayerNames(modules(tree("layers.3.self_attn")))
     assert inner.of("layers.3.self_attn.core").short == "L3"
@@ -132,7 +132,7 @@ def test_inputs_overrule_the_name_of_a_class_but_not_of_a_module() -> None:
 def test_layouts_are_cached_and_layer_names_are_per_model() -> None:
     one, other = (tree("layers.0.attention", "layers.1.attention", kind=Attention) for _ in range(2))
     first = LayerNames(modules(one))
-    first.set("layers.0.attention.self", first.of("layers.1.attention.self"))
+    first.set({"layers.0.attention.self": first.of("layers.1.attention.self")})
     assert first.of("layers.0.attention.self").index == 1
     second = LayerNames(modules(other))
     assert second.layout is first.layout

@@ -104,11 +104,12 @@ def test_statistics_of_several_layers_are_computed_in_one_pass(kind: type[FusedA
         torch.testing.assert_close(together[name].norms(), apart[name].norms())
 
 
-def test_calls_wait_up_to_a_number_of_bytes() -> None:
+@pytest.mark.parametrize("name", ["MAX_PENDING_BYTES", "MAX_PENDING_STATISTICS"])
+def test_calls_wait_up_to_a_number_of_bytes(name: str) -> None:
     model, x = Stack(5), randn(2, 9, 16)
     joined: list[int] = []
     compute = foci.Keep.compute
-    nbytes = 3 * x.nbytes
+    nbytes = 3 * x.nbytes if name == "MAX_PENDING_BYTES" else KEEP.nbytes(2, 4, 9, 9)
 
     def count(keep: foci.Keep, weights: Weights) -> dict[str, Tensor]:
         joined.append(weights.shape[1])
@@ -117,7 +118,7 @@ def test_calls_wait_up_to_a_number_of_bytes() -> None:
     limits = {"cpu": 2 * nbytes}
     with (
         mock.patch.object(foci.Keep, "compute", count),
-        mock.patch.object(pending_statistics, "MAX_PENDING_BYTES", limits),
+        mock.patch.object(pending_statistics, name, limits),
     ):
         record(model, x, KEEP)
     assert joined == [8, 8, 4]

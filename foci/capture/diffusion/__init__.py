@@ -54,6 +54,8 @@ class Denoising:
         # Whether the running pass is recorded: of several passes in one step only the first is.
         self.is_recorded = True
         self.inputs = DenoiserInput()
+        # Whether the running pass is recorded and has the sizes of the step before.
+        self.repeats_step = False
         self.prompts: list[Prompt] = []
         # The rows of the prompt embeddings, without those of the negative prompt.
         self.rows: int | None = None
@@ -88,6 +90,8 @@ class Denoising:
         def note_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if recorder.is_counting():
                 self._begin_pass(module, args, kwargs)
+                if self.repeats_step:
+                    recorder.repeat_pass()
 
         for denoiser in self.denoisers:
             hook_module(block, recorder, denoiser, note_pass, before=True, with_kwargs=True)
@@ -152,8 +156,10 @@ class Denoising:
         step = self._scheduler_steps if has_scheduler else self.step + 1
         self.is_recorded, self.step = step != self.step, step
         self._has_passed = True
+        self.repeats_step = False
         if self.is_recorded:
-            self.inputs = read_inputs(module, args, kwargs)
+            before, self.inputs = self.inputs, read_inputs(module, args, kwargs)
+            self.repeats_step = self.inputs.has_all_sizes and self.inputs == before
             if self.text is None and self.inputs.text_length and self.prompts:
                 self.text = read_prompt(self.prompts, self.inputs, type(module).__name__)
 

@@ -51,6 +51,11 @@ class DenoiserInput:
     is_text_last: bool | None = None
     is_unet: bool = False
 
+    @property
+    def has_all_sizes(self) -> bool:
+        """Whether the sizes of all sequences of the model follow from this."""
+        return self.batch > 0 and self.grid is not None
+
     def find_grid(self, length: int) -> Grid | None:
         """The grid of a sequence of latent patches: that of the input, in a UNet also halved several times."""
         if self.grid is None:

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -31,7 +32,7 @@ from torch import nn
 from foci.capture.huggingface.attention import IMPLEMENTATION, register
 from foci.capture.huggingface.inputs import watch_inputs
 from foci.capture.huggingface.interface import observe_interface
-from foci.capture.huggingface.naming import find_encoder_and_decoder, find_owner, name_layers
+from foci.capture.huggingface.naming import find_encoder_and_decoder, find_owners, name_known_layers
 from foci.capture.huggingface.switch import switch_implementation
 from foci.capture.naming import LayerNames, is_inside
 
@@ -44,10 +45,14 @@ ATTENTION_SOURCES: dict[type[nn.Module], str | None] = {}
 
 @dataclass(frozen=True)
 class TransformersModels:
-    """The transformers models inside a model, outermost first, and their attention modules, each by name."""
+    """The transformers models inside a model, outermost first, and their attention modules, each by name.
+
+    calling: the attention modules that call the attention interface.
+    """
 
     models: dict[str, nn.Module]
     attention_modules: dict[str, nn.Module]
+    calling: tuple[str, ...] = ()
 
 
 def find_transformers_models(names: LayerNames) -> TransformersModels:
@@ -63,9 +68,12 @@ def find_transformers_models(names: LayerNames) -> TransformersModels:
             for name, module in (modules.items() if models else ())
             if attention_source_of(type(module)) and any(is_same_or_inside(name, outer) for outer in models)
         ]
-        names.layout.transformers_modules = models, attention_modules
-    found = ({name: modules[name] for name in each} for each in names.layout.transformers_modules)
-    return TransformersModels(*found)
+        calling = tuple(name for name in attention_modules if attention_source_of(type(modules[name])) == "interface")
+        names.layout.transformers_modules = models, attention_modules, calling
+    models, attention_modules, calling = names.layout.transformers_modules
+    return TransformersModels(
+        {name: modules[name] for name in models}, {name: modules[name] for name in attention_modules}, calling
+    )
 
 
 @contextmanager
@@ -74,17 +82,15 @@ def prepare_models(model: nn.Module, found: TransformersModels, recorder: Record
     register()
     models, modules = found.models, found.attention_modules
     with ExitStack() as stack:
-        for name, layer_name in name_layers(models, modules):
-            recorder.name_layer(name, layer_name)
-        for config in find_attention_configs(models, modules):
+        parts = find_encoder_and_decoder(models)
+        recorder.name_layers(name_known_layers(recorder.layer_names.layout, models, modules, parts))
+        for config in find_attention_configs(found):
             stack.enter_context(switch_implementation(config, IMPLEMENTATION))
-        encoder_and_decoder = {
-            part: model.get_submodule(name) for part, name in find_encoder_and_decoder(models).items()
-        }
-        owners = {id(owner): owner for owner in (find_owner(name, models) for name in modules)}
+        encoder_and_decoder = {part: model.get_submodule(name) for part, name in parts.items()}
+        owners = [models[name] for name in find_owners(tuple(models), tuple(modules))]
         stack.enter_context(watch_inputs(models, owners, encoder_and_decoder, recorder))
         yield
-        ran = {name: module for name, module in modules.items() if recorder.run_counts[name]}
+        ran = {name: module for name, module in modules.items() if name in recorder.run_counts}
         report_unseen_modules(model, recorder, ran)
 
 
@@ -92,12 +98,12 @@ def prepare_models(model: nn.Module, found: TransformersModels, recorder: Record
 def observe_models(found: TransformersModels, recorder: Recorder) -> Iterator[None]:
     """Records the calls of transformers models, which keep their attention implementation, for a block."""
     modules = found.attention_modules
-    for name, layer_name in name_layers(found.models, modules):
-        recorder.name_layer(name, layer_name)
+    parts = find_encoder_and_decoder(found.models)
+    recorder.name_layers(name_known_layers(recorder.layer_names.layout, found.models, modules, parts))
     with observe_interface():
         yield
         for name, module in modules.items():
-            if recorder.run_counts[name] and not recorder.has_attended(name):
+            if name in recorder.run_counts and not recorder.has_attended(name):
                 recorder.mark_unseen(name, describe_missed(module))
 
 
@@ -137,19 +143,22 @@ def is_same_or_inside(name: str, outer: str) -> bool:
     return name == outer or is_inside(name, outer)
 
 
-def find_attention_configs(models: dict[str, nn.Module], modules: dict[str, nn.Module]) -> list[Any]:
+def find_attention_configs(found: TransformersModels) -> list[Any]:
     """The configs that select the attention: those of modules that call the interface, and of the models around them.
 
     Other configs are left as they are: their modules may use them to choose PyTorch's own attention.
     """
-    calling = {name: module for name, module in modules.items() if attention_source_of(type(module)) == "interface"}
-    configs = [getattr(module, "config", None) for module in calling.values()]
+    configs = [getattr(found.attention_modules[name], "config", None) for name in found.calling]
     # Any of the models around a module may build its masks, from a config that may be a copy.
-    configs += [
-        part.config for outer, part in models.items() if any(is_same_or_inside(name, outer) for name in calling)
-    ]
-    unique = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
-    return list(unique.values())
+    configs += [found.models[name].config for name in find_models_around(tuple(found.models), found.calling)]
+    unique = {id(config): config for config in configs}
+    return [config for config in unique.values() if hasattr(config, "_attn_implementation_internal")]
+
+
+@lru_cache(64)
+def find_models_around(models: tuple[str, ...], modules: tuple[str, ...]) -> list[str]:
+    """The models that contain one of the modules, by name."""
+    return [outer for outer in models if any(is_same_or_inside(name, outer) for name in modules)]
 
 
 def report_unseen_modules(model: nn.Module, recorder: Recorder, ran: dict[str, nn.Module]) -> None:

@@ -29,7 +29,7 @@ IMPLEMENTATION = "foci"
 # Options of some models that foci does not implement and that would change the output.
 UNSUPPORTED_OPTIONS = {"cache": "a paged cache", "block_indices": "blocks chosen by index"}
 # Options that change the matrix.
-OTHER_OPTIONS = (*UNSUPPORTED_OPTIONS, "softcap", "s_aux", "position_bias", "indices")
+OTHER_OPTIONS = frozenset((*UNSUPPORTED_OPTIONS, "softcap", "s_aux", "position_bias", "indices"))
 
 
 @cache
@@ -80,13 +80,11 @@ def run_watched_call(
     **others: Any,
 ) -> Tensor | None:
     """Runs and records the most common call of a watched model without translating it; None for any other call."""
-    if (
-        (dropout and module.training)
-        or needs_weights(others)
-        or (scaling or query.shape[3] ** -0.5) != query.shape[3] ** -0.5
-    ):
+    if (dropout and module.training) or (scaling and scaling != query.shape[3] ** -0.5):
         return None
-    if any(others.get(name) is not None for name in OTHER_OPTIONS) or is_in_static_cache(key):
+    if not OTHER_OPTIONS.isdisjoint(others) and any(others.get(name) is not None for name in OTHER_OPTIONS):
+        return None
+    if others.get("output_attentions") or collects_weights() or is_in_static_cache(key):
         return None
     if sliding_window is not None and sliding_window < key.shape[2]:
         return None
@@ -204,11 +202,11 @@ def is_in_static_cache(key: Tensor) -> bool:
 
 def needs_weights(others: dict[str, Any]) -> bool:
     """Whether the model was called with output_attentions=True, passed down or collected by hooks."""
-    if others.get("output_attentions"):
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    # Newer versions of transformers collect weights with hooks; the first ones always pass the option down.
+    return bool(others.get("output_attentions")) or (not torch.compiler.is_compiling() and collects_weights())
+
+
+def collects_weights() -> bool:
+    """Whether hooks of the model collect its weights: newer versions of transformers do not pass the option down."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collected = None if capturing is None else capturing._active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)

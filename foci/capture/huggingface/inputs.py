@@ -5,7 +5,7 @@ B batch, T length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import get_ident
@@ -35,7 +35,7 @@ WINDOWED_TOWER = (
 @contextmanager
 def watch_inputs(
     models: dict[str, nn.Module],
-    owners: dict[int, nn.Module],
+    owners: Iterable[nn.Module],
     encoder_and_decoder: dict[str, nn.Module],
     recorder: Recorder,
 ) -> Iterator[None]:
@@ -52,7 +52,7 @@ def watch_inputs(
                 hook_module(stack, recorder, module, action, before=True, with_kwargs=True)
                 if MEDIA_ARGUMENTS.intersection(list_forward_parameters(type(module))):
                     watch_media(stack, label, module, recorder, get_forward_argument)
-        for module in owners.values():
+        for module in owners:
             tower = tower_label_of(module, encoder_and_decoder)
             if tower is not None:
                 action = partial(record_tower_labels, tower, recorder)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
-from foci.capture.naming import CROSS_ATTENTION, LayerName, is_inside, name_within_block
+from foci.capture.naming import CROSS_ATTENTION, LayerName, ModelLayout, is_inside, name_within_block
 
 MODALITY_BY_INPUT = {
     "pixel_values": "vision",
@@ -24,10 +25,27 @@ FORWARD_PARAMETERS: dict[type[Any], tuple[str, ...]] = {}
 SEQUENCE_NAMES = {"text": "input", "vision": "patches", "audio": "frames", "encoder": "source", "decoder": "target"}
 
 
-def name_layers(models: dict[str, Any], modules: dict[str, Any]) -> Iterator[tuple[str, LayerName]]:
+def name_known_layers(
+    layout: ModelLayout, models: dict[str, Any], modules: dict[str, Any], encoder_and_decoder: dict[str, str]
+) -> dict[str, LayerName]:
+    """What `name_layers` gives: the names follow from the layout, and from what the configs and modules say now."""
+    key = (
+        tuple(encoder_and_decoder.items()),
+        tuple(map(modality_of_model, models.values())),
+        tuple(models),
+        tuple(modules),
+        tuple((vars(each).get("layer_idx"), bool(vars(each).get("is_cross_attention"))) for each in modules.values()),
+    )
+    if key not in layout.transformers_layers:
+        layout.transformers_layers[key] = dict(name_layers(models, modules, encoder_and_decoder))
+    return layout.transformers_layers[key]
+
+
+def name_layers(
+    models: dict[str, Any], modules: dict[str, Any], encoder_and_decoder: dict[str, str]
+) -> Iterator[tuple[str, LayerName]]:
     """The layer name of each attention module; `models` are the transformers models, outermost first."""
-    modalities = {name: modality_of_model(find_owner(name, models)) for name in modules}
-    encoder_and_decoder = find_encoder_and_decoder(models)
+    modalities = {name: modality_of_model(models[find_owner(name, models)]) for name in modules}
     has_several = len(set(modalities.values())) > 1
     stacks: dict[tuple[str, bool], list[str]] = {}
     for name, module in modules.items():
@@ -43,9 +61,15 @@ def name_layers(models: dict[str, Any], modules: dict[str, Any]) -> Iterator[tup
             yield name, LayerName(shown, index, axis, keys if is_cross else axis)
 
 
-def find_owner(name: str, models: dict[str, Any]) -> Any:
-    """The innermost transformers model that a module belongs to."""
-    return models[max((outer for outer in models if outer == name or is_inside(name, outer)), key=len)]
+def find_owner(name: str, models: Iterable[str]) -> str:
+    """The innermost transformers model that a module belongs to, by name."""
+    return max((outer for outer in models if outer == name or is_inside(name, outer)), key=len)
+
+
+@lru_cache(64)
+def find_owners(models: tuple[str, ...], modules: tuple[str, ...]) -> list[str]:
+    """The models that have attention modules of their own."""
+    return [*dict.fromkeys(find_owner(name, models) for name in modules)]
 
 
 def list_forward_parameters(module_class: type[Any]) -> tuple[str, ...]:
