@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from noun_phrases import Lexicon, read_lines
-from translation_pairs import FOLDER, NEAR, read_written_pairs, words
+from translation_pairs import FOLDER, find_near, read_written_pairs, words
 
 from foci.tasks.model_file import load_trained_model
 from foci.tasks.parallel_text import Pair, read_pairs
@@ -147,24 +147,6 @@ class Check:
 
 def bleu(answers: Sequence[str], test: Sequence[Pair]) -> float:
     return float(sacrebleu.corpus_bleu(list(answers), [[pair.target for pair in test]]).score)
-
-
-def find_near(texts: Sequence[str], others: Sequence[str]) -> set[int]:
-    """Find the texts that share most of their words with one of the others."""
-    index: dict[str, list[int]] = {}
-    sets = [frozenset(words(text)) for text in others]
-    for number, own in enumerate(sets):
-        for word in own:
-            index.setdefault(word, []).append(number)
-    found = set()
-    for number, text in enumerate(texts):
-        own = set(words(text))
-        # A near text shares at least one of the rarest words: more than 1 - NEAR of them cannot be missing.
-        rarest = sorted(own, key=lambda word: len(index.get(word, ())))[: int(len(own) * (1 - NEAR)) + 1]
-        candidates = {each for word in rarest for each in index.get(word, ())}
-        if any(len(own & sets[each]) > NEAR * max(len(own), len(sets[each])) for each in candidates):
-            found.add(number)
-    return found
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 training/pairs holds what was written for the model: sentences (*.txt), nouns, adjectives, verbs and templates
 (noun_phrases.py), names, places and sentences with slots for them (slots.py). A round draws a share of Tatoeba, all
-sentences of our own, and fills templates and slots.
+sentences of our own, fills templates and slots, and adds synthetic pairs: German sentences with the English that a
+model made of them (back_translation.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -25,14 +26,17 @@ from foci.tasks.parallel_text import Pair, read_pairs
 
 FOLDER = Path(__file__).parent / "training" / "pairs"
 # Pairs of each kind in a round; the sentences of our own are all in every round.
-TATOEBA, SLOTS, TEMPLATES = 40_000, 24_000, 10_000
+TATOEBA, SLOTS, TEMPLATES, SYNTHETIC = 80_000, 24_000, 10_000, 35_000
+# The training ends without synthetic pairs, after this share of it.
+SYNTHETIC_SHARE = 0.75
 # Greetings and single words, which people try first, are added this often to a round.
 BASICS = 8
 # The share of the pairs of Tatoeba that are changed, where they can be; of all pairs, of those that lose their end mark
 # and of those that are joined.
 SWAPPED, UNMARKED, JOINED = 0.6, 0.03, 0.04
-# A written sentence that shares this part of its words with a sentence of the test set is left out.
+# A sentence that shares this part of its words with a test sentence is left out.
 NEAR = 0.75
+TESTS = ("everyday", "kept")
 
 TATOEBA_NAMES = {
     "Tom": ("m", ("Tom",)),
@@ -43,22 +47,38 @@ TATOEBA_NAMES = {
     "Alice": ("f", ("Alice", "Elke")),
     "Jane": ("f", ("Jane", "Johanna")),
 }
+NAME = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")
 NUMBER = re.compile(r"(?<![\w.,:/$€£-])\d{2,4}(?![\w:/%€]|[.,]\d)")
 
 
 class PairSource:
     """Draws the pairs of a round."""
 
-    def __init__(self, data: Path, reverse: bool = False) -> None:
-        self.reverse = reverse
-        self.tatoeba = read_pairs([data / "tatoeba_en_de" / "train.tsv.xz"])
+    def __init__(self, data: Path, reverse: bool = False, synthetic: Path | None = None) -> None:
+        self.reverse, self.synthetic_file, self.synthetic = reverse, synthetic, list[Pair]()
+        tests = TestSentences(data)
+        self.tatoeba = tests.filter_tatoeba(read_pairs([data / "tatoeba_en_de" / "train.tsv.xz"]))
         self.lexicon, self.slots = Lexicon(FOLDER), Slots(FOLDER)
-        tests = [set(words(line.split("\t")[1])) for line in read_lines(FOLDER / "everyday-test.tsv")]
-        self.written = [pair for pair in read_written_pairs() if not is_near(pair.source, tests)]
+        self.written, self.basics = (tests.filter_pairs(read_written_pairs(each)) for each in ("*.txt", "basics.txt"))
         self.cities = dict(self.slots.cities)
 
+    def stream_pairs(self, rng: random.Random, progress: Callable[[], float]) -> Iterator[Pair]:
+        """Pairs of round after round in random order; `progress` returns the share of the training that is done."""
+        while True:
+            pairs = self.sample_round(rng)
+            if progress() < SYNTHETIC_SHARE:
+                pairs += self.sample_synthetic(rng)
+            rng.shuffle(pairs)
+            yield from pairs
+
+    def sample_synthetic(self, rng: random.Random) -> list[Pair]:
+        """Some synthetic pairs; none before their file is there."""
+        if not self.synthetic and self.synthetic_file is not None and self.synthetic_file.exists():
+            self.synthetic = read_pairs([self.synthetic_file])
+        return rng.sample(self.synthetic, min(SYNTHETIC, len(self.synthetic)))
+
     def sample_round(self, rng: random.Random) -> list[Pair]:
-        """The pairs of a round, in no order."""
+        """The pairs of a round but synthetic ones, in no order."""
         chosen = rng.sample(self.tatoeba, TATOEBA)
         pairs = [self.swap(pair, rng) if rng.random() < SWAPPED else pair for pair in chosen]
         pairs += self.written
@@ -66,7 +86,7 @@ class PairSource:
         templates = (self.lexicon.fill_template(rng, self.slots.draw_name) for _ in range(TEMPLATES))
         pairs += [Pair(*each) for each in templates if each is not None]
         pairs = [self.roughen(pair, pairs, rng) for pair in pairs]
-        pairs += read_written_pairs("basics.txt") * BASICS
+        pairs += self.basics * BASICS
         return [self.reverse_if_asked(pair) for pair in pairs]
 
     def swap(self, pair: Pair, rng: random.Random) -> Pair:
@@ -118,9 +138,56 @@ def read_written_pairs(pattern: str = "*.txt") -> list[Pair]:
     return pairs
 
 
-def is_near(text: str, tests: Sequence[set[str]]) -> bool:
-    own = set(words(text))
-    return any(len(own & test) > NEAR * max(len(own), len(test)) for test in tests)
+class TestSentences:
+    """The sentences of the test sets, which no pair of the training may resemble."""
+
+    __test__ = False
+
+    def __init__(self, data: Path) -> None:
+        parts = [data / "tatoeba_en_de" / f"{part}.tsv.xz" for part in ("dev", "test")]
+        self.tatoeba = [pair for part in parts for pair in read_pairs([part])]
+        everyday, kept = ([line.split("\t") for line in read_lines(FOLDER / f"{name}-test.tsv")] for name in TESTS)
+        self.sources = [row[1] for row in [*everyday, *kept]]
+        self.references = [reference for row in everyday for reference in row[2].split(" | ")]
+        self.unseen = {row[2] for row in kept if row[0].startswith("unseen")}
+
+    def filter_pairs(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """The pairs that are far from every test sentence on both sides, and have no name that is unseen in a test."""
+        sources, targets = [pair.source for pair in pairs], [pair.target for pair in pairs]
+        left_out = find_near(sources, self.sources) | find_near(targets, self.references)
+        left_out |= find_equal(sources, [pair.source for pair in self.tatoeba])
+        left_out |= find_equal(targets, [pair.target for pair in self.tatoeba])
+        left_out |= {number for number, source in enumerate(sources) if self.unseen & set(NAME.findall(source))}
+        return [pair for number, pair in enumerate(pairs) if number not in left_out]
+
+    def filter_tatoeba(self, train: Sequence[Pair]) -> list[Pair]:
+        """The pairs of Tatoeba that are far from the sentences of the other tests; its own test part is apart."""
+        left_out = find_near([pair.source for pair in train], self.sources)
+        return [pair for number, pair in enumerate(train) if number not in left_out]
+
+
+def find_equal(texts: Sequence[str], others: Sequence[str]) -> set[int]:
+    """Find the texts that have the same words, in the same order, as one of the others."""
+    known = {tuple(words(other)) for other in others}
+    return {number for number, text in enumerate(texts) if tuple(words(text)) in known}
+
+
+def find_near(texts: Sequence[str], others: Sequence[str]) -> set[int]:
+    """Find the texts that share most of their words with one of the others."""
+    index: dict[str, list[int]] = {}
+    sets = [frozenset(words(text)) for text in others]
+    for number, own in enumerate(sets):
+        for word in own:
+            index.setdefault(word, []).append(number)
+    found = set()
+    for number, text in enumerate(texts):
+        own = set(words(text))
+        # A near text shares at least one of the rarest words: more than 1 - NEAR of them cannot be missing.
+        rarest = sorted(own, key=lambda word: len(index.get(word, ())))[: int(len(own) * (1 - NEAR)) + 1]
+        candidates = {each for word in rarest for each in index.get(word, ())}
+        if any(len(own & sets[each]) > NEAR * max(len(own), len(sets[each])) for each in candidates):
+            found.add(number)
+    return found
 
 
 def words(text: str) -> list[str]:
