@@ -82,6 +82,12 @@ class Slots:
         self.renamed_cities = [city for city in self.cities if city[0] != city[1]]
         self.sentences = [line.split(" ||| ") for line in read_lines(folder / "slots.tsv")]
 
+    def list_renamed_places(self) -> dict[str, str]:
+        """Cities and countries of one word with a German name of their own, but those that are names of people too."""
+        people = {row[0] for row in self.first_names} | set(self.surnames)
+        renamed = {english: german for english, german in self.cities + self.countries if english != german}
+        return {english: german for english, german in renamed.items() if english.isalpha() and english not in people}
+
     def draw(self, rng: random.Random) -> Value:
         """A random sentence with its slots filled, the same on both sides."""
         english, german = rng.choice(self.sentences)

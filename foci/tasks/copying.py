@@ -1,4 +1,4 @@
-"""Names that training has not seen, spelled in a translation as in its source, found by the attention.
+"""Names in a translation: unseen ones as the source spells them, found by the attention, others by a table.
 
 S tokens of the source, T tokens of the answer.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import groupby
@@ -65,7 +65,9 @@ def resemble(word: str, other: str) -> bool:
 
 
 def find_respelled_words(pairs: Iterable[Pair], is_split: Callable[[str], bool]) -> frozenset[str]:
-    """Words that most targets spell in their own way, such as Prague (Prag) and October (Oktober), in lower case.
+    """Words that are not copied, in lower case: most targets translate them or spell them in their own way.
+
+    Prague (Prag) and October (Oktober) are such words, and all that is written in lower case but not kept.
 
     Args:
         pairs: of the training set.
@@ -80,7 +82,7 @@ def find_respelled_words(pairs: Iterable[Pair], is_split: Callable[[str], bool])
                 continue
             if {word, f"{word}s"} & target:
                 copied[word.lower()] += 1
-            elif any(are_alike(word.lower(), other.lower()) for other in target):
+            elif word.islower() or any(are_alike(word.lower(), other.lower()) for other in target):
                 copied[word.lower()] -= 1
     return frozenset(word for word, count in copied.items() if count < 0)
 
@@ -93,6 +95,28 @@ def parse_respelled_words(text: str | None) -> frozenset[str]:
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"respelled.json must be a list of words, got {reprlib.repr(words)}")
     return frozenset(words)
+
+
+def parse_names(text: str) -> dict[str, str]:
+    """Parses the table of names of a model file."""
+    names = parse_json(text, "names.json")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"names.json must be a table of names, got {reprlib.repr(names)}")
+    return names
+
+
+def translate_names(source: str, answer: str, names: Mapping[str, str]) -> str:
+    """The answer, in which names that it keeps are replaced by those of the table, such as Vienna by Wien.
+
+    A name beside another word with a capital letter stays: "Hotel Vienna" and "Mr. Rome" are other names.
+
+    >>> translate_names("Is Vienna's zoo old?", "Ist Viennas Zoo alt?", {"Vienna": "Wien"})
+    'Ist Wiens Zoo alt?'
+    """
+    for name in names.keys() & set(WORD.findall(source)):
+        if not re.search(rf"[^.] [A-Z]\w*\.? {re.escape(name)}\b|\b{re.escape(name)} [A-Z]", source):
+            answer = re.sub(rf"\b{re.escape(name)}(?=s?(?!-)\b)", names[name], answer)
+    return answer
 
 
 def copy_names(

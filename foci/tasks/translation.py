@@ -6,7 +6,7 @@ B sentences, S tokens of the source, T tokens of the target.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -33,7 +33,13 @@ from foci.nn.model import Model
 from foci.nn.recurrent import Seq2SeqRNN
 from foci.nn.transformer import EncoderDecoder
 from foci.record.record import Record
-from foci.tasks.copying import copy_names, find_respelled_words, parse_respelled_words
+from foci.tasks.copying import (
+    copy_names,
+    find_respelled_words,
+    parse_names,
+    parse_respelled_words,
+    translate_names,
+)
 from foci.tasks.parallel_text import Pair, check_pairs, read_pairs
 from foci.tasks.rdrop import compute_rdrop_loss
 from foci.tasks.task import (
@@ -101,7 +107,11 @@ class Translation(Task[Pair, str]):
     settings: TranslationSettings
 
     def __init__(
-        self, settings: TranslationSettings, tokenizer: Tokenizer, respelled: frozenset[str] = frozenset()
+        self,
+        settings: TranslationSettings,
+        tokenizer: Tokenizer,
+        respelled: frozenset[str] = frozenset(),
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.settings, self.tokenizer, self.respelled = settings, tokenizer, respelled
 
@@ -109,6 +119,7 @@ class Translation(Task[Pair, str]):
     def read(cls, paths: Sequence[Path], settings: TranslationSettings) -> list[Pair]:
         """Reads a table with source and target, or two parallel files."""
         return read_pairs(paths)
+        self.names = dict(names or {})
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: TranslationSettings) -> Iterator[Problem]:
@@ -124,10 +135,10 @@ class Translation(Task[Pair, str]):
         task = cls(settings, tokenizer)
         return task.learn_respelled_words(train) if settings.copy_names else task
 
-    def learn_respelled_words(self, train: Sequence[Pair]) -> Self:
-        """Returns the task with the words that it must not copy, for `copy_names`."""
+    def learn_respelled_words(self, train: Sequence[Pair], names: Mapping[str, str] | None = None) -> Self:
+        """Returns the task with the words that it must not copy, and names in both languages, for `copy_names`."""
         respelled = find_respelled_words(train, self._is_rare)
-        return type(self)(replace(self.settings, copy_names=True), self.tokenizer, respelled)
+        return type(self)(replace(self.settings, copy_names=True), self.tokenizer, respelled, names)
 
     @classmethod
     def fill_settings(cls, settings: TranslationSettings, train: Sequence[Pair]) -> TranslationSettings:
@@ -154,7 +165,9 @@ class Translation(Task[Pair, str]):
     @classmethod
     def from_learned_state(cls, settings: TranslationSettings, files: dict[str, str]) -> Self:
         respelled = parse_respelled_words(files.get("respelled.json")) if settings.copy_names else frozenset()
-        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), respelled)
+            files["names.json"] = json.dumps(self.names, ensure_ascii=False)
+        names = parse_names(files.get("names.json", "{}"))
+        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), respelled, names)
 
     def model(self) -> Model:
         """Builds a Transformer or an RNN whose embeddings are shared by both languages and tied to the output."""
@@ -294,7 +307,7 @@ class Translation(Task[Pair, str]):
         ]
 
     def _copy_names(self, model: nn.Module, source: list[int], answer: list[int]) -> list[int]:
-        """Spells unseen names as in the source; runs the model once more where one is missing."""
+        """Spells unseen names as in the source, others as in the table; runs the model once more for a missing one."""
         texts, spelled = (self.tokenizer.labels(tokens).texts[0] for tokens in (source[:-1], answer))
         text = copy_names(texts, spelled, self._is_unseen, lambda: self._read_alignment(model, source, answer))
         tokens = self.tokenizer.encode(text.removeprefix(" ")) if text != "".join(spelled) else answer
@@ -305,7 +318,8 @@ class Translation(Task[Pair, str]):
         return len(self.tokenizer.encode(word)) > 1
 
     def _is_unseen(self, word: str) -> bool:
-        return word.lower() not in self.respelled and self._is_rare(word)
+        text = translate_names("".join(texts), text, self.names)
+        return word.lower() not in self.respelled and word not in self.names and self._is_rare(word)
 
     @torch.no_grad()
     def _read_alignment(self, model: nn.Module, source: list[int], answer: list[int]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from foci.decoding import Answer
 from foci.nn.model import Model
 from foci.tasks import translation
-from foci.tasks.copying import copy_names, find_respelled_words, parse_respelled_words
+from foci.tasks.copying import copy_names, find_respelled_words, parse_names, parse_respelled_words, translate_names
 from foci.tasks.model_file import load_trained_model, save_trained_model
 from foci.tasks.parallel_text import Pair
 from foci.tasks.translation import Translation, TranslationSettings
@@ -84,7 +84,29 @@ def test_words_that_most_targets_spell_in_their_own_way_are_learned() -> None:
         Pair("Museums", "Museen"),
     ]
     frequent = {"Museums"}
-    assert find_respelled_words(pairs, lambda word: word not in frequent) == {"prague", "october", "brother"}
+    # Words in lower case are no names: most targets translate them.
+    expected = {"prague", "october", "brother", "love", "runs", "festival"}
+    assert find_respelled_words(pairs, lambda word: word not in frequent) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "expected"),
+    [
+        ("Is Vienna far?", "Ist Vienna weit?", "Ist Wien weit?"),
+        ("From Vienna to Rome.", "Von Vienna nach Rom.", "Von Wien nach Rom."),
+        ("Rome, Vienna and us", "Rome, Vienna und wir", "Rom, Wien und wir"),
+        ("Vienna's zoo", "Viennas Zoo", "Wiens Zoo"),
+        ("It's in Vienna's centre.", "Es ist in Viennas Zentrum.", "Es ist in Wiens Zentrum."),
+        # Names of other things, words that only contain a name, and names that the answer translates stay.
+        ("We like Hotel Vienna.", "Wir mögen Hotel Vienna.", "Wir mögen Hotel Vienna."),
+        ("The Vienna Hospital", "Das Vienna Hospital", "Das Vienna Hospital"),
+        ("We met Mr. Rome.", "Wir trafen Herrn Rome.", "Wir trafen Herrn Rome."),
+        ("To Vienna", "Die Vienna-Reise der Viennaer", "Die Vienna-Reise der Viennaer"),
+        ("In Rome", "In Rom", "In Rom"),
+    ],
+)
+def test_names_of_the_table_are_translated(source: str, answer: str, expected: str) -> None:
+    assert translate_names(source, answer, {"Vienna": "Wien", "Rome": "Rom"}) == expected
 
 
 def test_decoding_and_recording_copy_alike_and_the_model_file_keeps_the_words(
@@ -95,11 +117,12 @@ def test_decoding_and_recording_copy_alike_and_the_model_file_keeps_the_words(
     plain = Translation.from_examples(settings, pairs)
     with pytest.raises(ValueError, match=r"task\.copy_names must be set before training"):
         Translation.from_learned_state(TranslationSettings(copy_names=True), plain.learned_state())
-    task = plain.learn_respelled_words(pairs)
+    task = plain.learn_respelled_words(pairs, {"Vienna": "Wien"})
     save_trained_model(tmp_path / "model.safetensors", task, task.model())
     loaded, model, _ = load_trained_model(tmp_path / "model.safetensors")
     assert isinstance(loaded, Translation)
     assert loaded.respelled == {"prague", "here"}
+    assert loaded.names == {"Vienna": "Wien"}
 
     def answer(model: Model, sources: list[list[int]], **_: object) -> list[Answer]:
         return [Answer(loaded.tokenizer.encode("Ottilie ist hier."), -1.0, True) for _ in sources]
@@ -114,7 +137,7 @@ def test_decoding_and_recording_copy_alike_and_the_model_file_keeps_the_words(
     assert loaded.decode(model, [example]) == ["Ottoline ist hier."]
     record = loaded.record_attention(model, example)
     assert record.answer == "Ottoline ist hier."
-    assert [loaded._is_unseen(word) for word in ("Ottoline", "Prague", "O")] == [True, False, True]
+    assert [loaded._is_unseen(word) for word in ("Ottoline", "Prague", "Vienna", "O")] == [True, False, False, True]
     assert record.labels["translation"].text(0).strip() == "Ottoline ist hier.<stop>"
 
 
@@ -131,3 +154,9 @@ def test_the_alignment_is_the_mean_over_heads_of_the_chosen_layers() -> None:
 def test_other_contents_of_the_file_of_words_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"respelled\.json must be a list of words"):
         parse_respelled_words(text)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"Vienna": 1}', "3"])
+def test_other_contents_of_the_table_of_names_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"names\.json must be a table of names"):
+        parse_names(text)
