@@ -56,6 +56,10 @@ from foci.tasks.task_record import build_task_record
 
 # Source tokens decoded at a time, over all hypotheses, by device.
 DECODE_TOKENS = {"cpu": 4096, "cuda": 2**16}
+# What phones and word processors write for ', ", a space and three dots.
+PLAIN_PUNCTUATION = str.maketrans(
+    dict.fromkeys("‘’‚‛′´", "'") | dict.fromkeys("“”„‟″", '"') | dict.fromkeys("\u00a0\u202f\t\r\n", " ") | {"…": "..."}
+)
 # A higher share of unknown tokens in the dev set is reported.
 MAX_UNKNOWN_SHARE = 0.02
 
@@ -84,6 +88,7 @@ class TranslationSettings(TaskSettings):
     tokenized: bool = False  # the texts are already tokenized, so BLEU does not tokenize them
     alignment: tuple[int, ...] = ()  # transformer: cross-attention layers whose mean is the alignment; (): the clearest
     copy_names: bool = False  # spell names that training has not seen as in the source; chosen before training
+    plain_punctuation: bool = False  # read a source's typographic quotes, apostrophes and spaces as plain ones
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,12 +119,12 @@ class Translation(Task[Pair, str]):
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.settings, self.tokenizer, self.respelled = settings, tokenizer, respelled
+        self.names = dict(names or {})
 
     @classmethod
     def read(cls, paths: Sequence[Path], settings: TranslationSettings) -> list[Pair]:
         """Reads a table with source and target, or two parallel files."""
         return read_pairs(paths)
-        self.names = dict(names or {})
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: TranslationSettings) -> Iterator[Problem]:
@@ -160,12 +165,12 @@ class Translation(Task[Pair, str]):
         files = {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
         if self.settings.copy_names:
             files["respelled.json"] = json.dumps(sorted(self.respelled), ensure_ascii=False)
+            files["names.json"] = json.dumps(self.names, ensure_ascii=False)
         return files
 
     @classmethod
     def from_learned_state(cls, settings: TranslationSettings, files: dict[str, str]) -> Self:
         respelled = parse_respelled_words(files.get("respelled.json")) if settings.copy_names else frozenset()
-            files["names.json"] = json.dumps(self.names, ensure_ascii=False)
         names = parse_names(files.get("names.json", "{}"))
         return cls(settings, tokenizer_from_json(files["tokenizer.json"]), respelled, names)
 
@@ -293,6 +298,8 @@ class Translation(Task[Pair, str]):
 
     def _encode_source(self, source: str) -> list[int]:
         return [*self.tokenizer.encode(source)[: self.settings.max_length], STOP]
+        if self.settings.plain_punctuation:
+            source = source.translate(PLAIN_PUNCTUATION)
 
     def _generate(self, model: nn.Module, sources: list[list[int]]) -> list[Answer]:
         # Twice the source plus a margin: only a model that repeats itself generates more.
@@ -311,6 +318,7 @@ class Translation(Task[Pair, str]):
         texts, spelled = (self.tokenizer.labels(tokens).texts[0] for tokens in (source[:-1], answer))
         text = copy_names(texts, spelled, self._is_unseen, lambda: self._read_alignment(model, source, answer))
         tokens = self.tokenizer.encode(text.removeprefix(" ")) if text != "".join(spelled) else answer
+        text = translate_names("".join(texts), text, self.names)
         return tokens if len(tokens) <= self.settings.max_length else answer
 
     def _is_rare(self, word: str) -> bool:
@@ -318,7 +326,6 @@ class Translation(Task[Pair, str]):
         return len(self.tokenizer.encode(word)) > 1
 
     def _is_unseen(self, word: str) -> bool:
-        text = translate_names("".join(texts), text, self.names)
         return word.lower() not in self.respelled and word not in self.names and self._is_rare(word)
 
     @torch.no_grad()

@@ -145,6 +145,16 @@ def test_a_long_sentence_is_truncated_to_its_beginning() -> None:
     assert task.record_attention(model, long).labels["source"].text(0) == "a b a b<stop>"
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_typographic_punctuation_of_a_source_is_read_as_plain(plain: bool) -> None:
+    settings = TranslationSettings(size="tiny", plain_punctuation=plain)
+    pairs = [Pair('"It\'s here," he said...', "„Es ist hier“, sagte er …"), Pair("“It’s here,”\u00a0he said…", "")]
+    task = Translation.from_examples(settings, pairs)
+    batch = task.batch(pairs, False, torch.Generator())
+    assert torch.equal(batch["source"][0], batch["source"][1]) == plain
+    assert task.tokenizer.decode(batch["targets"][0].tolist()).startswith("„Es ist hier“")
+
+
 def test_agreeing_passes_have_the_loss_of_one() -> None:
     """Without dropout both passes are the same, so agreement adds nothing; with dropout it does."""
     pair = [Pair("a b", "c d")]
