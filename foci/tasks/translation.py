@@ -284,7 +284,8 @@ class Translation(Task[Pair, str]):
         )
 
     def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits: Tensor = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits
+        # Without "real" no source of the batch is padded.
+        logits: Tensor = model(batch["source"], batch["inputs"], source_padding=batch.get("real")).logits
         return logits
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
@@ -297,9 +298,9 @@ class Translation(Task[Pair, str]):
         )
 
     def _encode_source(self, source: str) -> list[int]:
-        return [*self.tokenizer.encode(source)[: self.settings.max_length], STOP]
         if self.settings.plain_punctuation:
             source = source.translate(PLAIN_PUNCTUATION)
+        return [*self.tokenizer.encode(source)[: self.settings.max_length], STOP]
 
     def _generate(self, model: nn.Module, sources: list[list[int]]) -> list[Answer]:
         # Twice the source plus a margin: only a model that repeats itself generates more.
@@ -317,8 +318,8 @@ class Translation(Task[Pair, str]):
         """Spells unseen names as in the source, others as in the table; runs the model once more for a missing one."""
         texts, spelled = (self.tokenizer.labels(tokens).texts[0] for tokens in (source[:-1], answer))
         text = copy_names(texts, spelled, self._is_unseen, lambda: self._read_alignment(model, source, answer))
-        tokens = self.tokenizer.encode(text.removeprefix(" ")) if text != "".join(spelled) else answer
         text = translate_names("".join(texts), text, self.names)
+        tokens = self.tokenizer.encode(text.removeprefix(" ")) if text != "".join(spelled) else answer
         return tokens if len(tokens) <= self.settings.max_length else answer
 
     def _is_rare(self, word: str) -> bool:

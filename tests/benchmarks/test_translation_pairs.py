@@ -12,6 +12,7 @@ import torch
 
 import foci
 import foci.nn
+from foci.inputs.text import PAD
 from foci.tasks.model_file import load_trained_model
 from foci.tasks.parallel_text import Pair
 from foci.tasks.translation import Translation, TranslationSettings
@@ -24,7 +25,7 @@ FOLDER = BENCHMARKS / "training" / "pairs"
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    for name in ("noun_phrases", "slots", "translation_pairs", "continue_translation"):
+    for name in ("noun_phrases", "slots", "translation_pairs", "continue_translation", "back_translation"):
         sys.modules.pop(name, None)
 
 
@@ -116,11 +117,11 @@ def test_a_stopped_training_of_a_translator_continues(tmp_path: Path, monkeypatc
     for name in ("config.toml", "metrics.jsonl"):
         (tmp_path / name).write_text("")
     options = argparse.Namespace(
-        start=tmp_path, out=tmp_path / "out", pairs=50_000, rate=1e-3, dropout=0.1, encoder_layers=None
+        start=tmp_path, out=tmp_path / "out", pairs=50_000, minutes=None, rate=1e-3, dropout=0.1, storage="float32"
     )
     training = continue_translation.Training(task, task.model(), options)
     for _ in range(3):
-        training.step(pairs)
+        training.step(continue_translation.build_batch(task, pairs))
     training.save()
     again = continue_translation.Training(task, task.model(), options)
     again.resume()
@@ -132,6 +133,70 @@ def test_a_stopped_training_of_a_translator_continues(tmp_path: Path, monkeypatc
         assert torch.equal(parameter, average)
 
 
+def test_batches_hold_sources_of_one_length() -> None:
+    import continue_translation
+
+    pairs = [Pair(" ".join("a" * (1 + n % 3)), " ".join("b" * (1 + n % 5))) for n in range(300)]
+    task = Translation.from_examples(TranslationSettings(size="tiny", tokenizer="words"), pairs)
+    groups = list(continue_translation.group_pairs(task, pairs, 40))
+    assert sum(map(len, groups)) > 200
+    for group in groups:
+        assert len({len(pair.source) for pair in group}) == 1
+        batch = continue_translation.build_batch(task, group)
+        assert bool((batch["source"] != PAD).all())
+        assert bool((batch["targets"] != PAD).any(0).all())
+
+
+def test_a_batch_without_padding_has_the_same_loss() -> None:
+    import continue_translation
+
+    pairs = [Pair("a dog", "ein Hund"), Pair("a cat", "eine kleine Katze")]
+    task = Translation.from_examples(TranslationSettings(size="tiny", tokenizer="words"), pairs)
+    model = task.model().eval()
+    padded = task.batch(pairs, False, torch.Generator())
+    losses = [task.loss(model, batch)[0] for batch in (padded, continue_translation.build_batch(task, pairs))]
+    torch.testing.assert_close(*losses)
+
+
+def test_workers_draw_batches_ahead() -> None:
+    import continue_translation
+
+    def stream(name: str) -> Iterator[dict[str, torch.Tensor]]:
+        yield {"source": torch.full((2, 3), int(name))}
+
+    batches = continue_translation.start_workers(stream, ["4", "7"])
+    found = sorted(int(next(batches)["source"][0, 0]) for _ in range(2))
+    assert found == [4, 7]
+
+
+def test_synthetic_pairs_join_when_their_file_is_there(tmp_path: Path) -> None:
+    import translation_pairs
+
+    file = tmp_path / "back.tsv"
+    source = translation_pairs.PairSource.__new__(translation_pairs.PairSource)
+    source.synthetic_file, source.synthetic = file, []
+    assert source.sample_synthetic(random.Random(1)) == []
+    file.write_text("a dog\tein Hund\n")
+    assert source.sample_synthetic(random.Random(1)) == [Pair("a dog", "ein Hund")]
+
+
+@pytest.mark.parametrize(
+    ("english", "german", "plausible"),
+    [
+        ("The dog is big.", "Der Hund ist groß.", True),
+        ("Wampuik is the capital.", "Wampuik ist die Hauptstadt.", True),
+        ("The dog.", "Der Hund ist gestern mit uns nach Hause gelaufen.", False),
+        ("The the dog.", "Der Hund.", False),
+        ("It is in the it is in the house.", "Es ist in dem Haus nebenan.", False),
+        ("Der Hund ist groß und alt.", "Der Hund ist groß und alt.", False),
+    ],
+)
+def test_implausible_translations_are_left_out(english: str, german: str, plausible: bool) -> None:
+    import back_translation
+
+    assert back_translation.is_plausible(Pair(english, german)) == plausible
+
+
 def test_written_pairs_are_whole_and_far_from_the_tests() -> None:
     import noun_phrases
     import translation_pairs
@@ -141,6 +206,17 @@ def test_written_pairs_are_whole_and_far_from_the_tests() -> None:
     assert all(isinstance(pair, Pair) and pair.source.strip() and pair.target.strip() for pair in pairs)
     assert len(noun_phrases.read_lines(FOLDER / "everyday-test.tsv")) == 200
     assert len(noun_phrases.read_lines(FOLDER / "kept-test.tsv")) == 160
+
+
+def test_german_names_of_places_leave_out_names_of_people_and_other_words(data: Path) -> None:
+    import continue_translation
+
+    (data / "tatoeba_en_de" / "train.tsv.xz").write_bytes(lzma.compress(b"It is nice.\tEs ist sch\xc3\xb6n.\n"))
+    plain = Translation.from_examples(TranslationSettings(size="tiny", tokenizer="words"), [Pair("a", "b")])
+    task = continue_translation.learn_names(plain, data)
+    assert task.settings.copy_names
+    assert {task.names["Vienna"], task.names["Spain"]} == {"Wien", "Spanien"}
+    assert not {"Berlin", "Milan", "Nice", "New York"} & task.names.keys()
 
 
 @pytest.fixture
