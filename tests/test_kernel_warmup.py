@@ -149,6 +149,23 @@ def test_other_kernels_are_compiled_in_the_background() -> None:
     compilation.compile_in_background(mock.Mock(side_effect=RuntimeError), None)
 
 
+def test_ctrl_c_while_kernels_are_compiled_leaves_no_mode_on() -> None:
+    """With Triton's mode on, every later launch would fail."""
+    from triton import AsyncCompileMode
+
+    launch = launcher.KernelLaunch(mock.Mock(), (1,), (), (), {})
+    waiting = f"{AsyncCompileMode.__module__}.as_completed"
+    with (
+        mock.patch.object(compilation, "is_triton_interpreted", return_value=False),
+        mock.patch(waiting, side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        compilation.compile_in_parallel([(launch, ())])
+    # Raises if another one is active.
+    with ThreadPoolExecutor(1) as executor, AsyncCompileMode(executor):
+        pass
+
+
 def test_a_forward_knows_the_launches_of_its_backward() -> None:
     inputs = [x.requires_grad_() for x in qkv(queries=20, keys=20)]
     later: list[Any] = []

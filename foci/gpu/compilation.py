@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -191,21 +192,34 @@ def compile_in_parallel(
     """
     if not launches or is_triton_interpreted():
         return
-    from triton import AsyncCompileMode, FutureKernel
-
     finish_preparing()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     threads = min(len(launches), 2 * (os.cpu_count() or 1))
-    with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(ForgivingExecutor(executor, device, loads)):
-        compiled = [try_compiling(*each) for each in launches]
-        is_new = any(kernel is FAILED or isinstance(kernel, FutureKernel) for kernel in compiled)
-        if later is not None and is_new:
-            compile_in_background(later, device)
+    with ThreadPoolExecutor(threads) as executor:
+        forgiving = ForgivingExecutor(executor, device, loads)
+        # In a context of its own: Ctrl-C leaves Triton's mode on, and every later launch would fail.
+        compiled, is_new = copy_context().run(compile_in_mode, launches, forgiving, later)
     kernels = [finish_compiling(kernel, *each) for kernel, each in zip(compiled, launches, strict=True)]
     if loads and is_new and device is not None:
         for kernel in kernels:
             # Raises the error of a kernel that was not loaded above.
             load_on_device(kernel, device)
+
+
+def compile_in_mode(
+    launches: Sequence[tuple[KernelLaunch, Sequence[Any]]],
+    executor: ForgivingExecutor,
+    later: Callable[[], Sequence[CollectedLaunch]] | None,
+) -> tuple[list[Any], bool]:
+    """The kernels of the launches, after they are compiled, and whether one of them is new."""
+    from triton import AsyncCompileMode, FutureKernel
+
+    with AsyncCompileMode(executor):
+        compiled = [try_compiling(*each) for each in launches]
+        is_new = any(kernel is FAILED or isinstance(kernel, FutureKernel) for kernel in compiled)
+        if later is not None and is_new:
+            compile_in_background(later, executor.device)
+    return compiled, is_new
 
 
 def compile_in_background(list_launches: Callable[[], Sequence[CollectedLaunch]], device: int | None) -> None:
