@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -147,6 +148,28 @@ def test_other_kernels_are_compiled_in_the_background() -> None:
     assert compiled == [own]
     assert not compilation.BACKGROUND_COMPILATIONS
     compilation.compile_in_background(mock.Mock(side_effect=RuntimeError), None)
+
+
+def test_another_thread_may_launch_while_a_background_compilation_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = launcher.KernelLaunch(mock.Mock(), (1,), (), (), {})
+    true_start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "foci-compile":
+            waiting.append(executor.submit(compilation.wait_for_background, [launch]))
+            time.sleep(0.1)
+        true_start(thread)
+
+    waiting: list[Future[None]] = []
+    monkeypatch.setattr(compilation, "compile_in_parallel", mock.Mock())
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    with ThreadPoolExecutor(1) as executor:
+        compilation.compile_in_background(lambda: [CollectedLaunch(launch, {}, {})], None)
+        waiting[0].result(60)
+    assert not compilation.BACKGROUND_COMPILATIONS
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    compilation.compile_in_background(lambda: [CollectedLaunch(launch, {}, {})], None)
+    compilation.wait_for_background([launch])
 
 
 def test_ctrl_c_while_kernels_are_compiled_leaves_no_mode_on() -> None:

@@ -104,6 +104,8 @@ class BackgroundCompilation(NamedTuple):
 
 LAUNCH_COLLECTOR = LaunchCollector()
 BACKGROUND_COMPILATIONS: list[BackgroundCompilation] = []
+# Held while one is started and added: other threads must not miss it, nor join it before it is started.
+BACKGROUND_LOCK = threading.Lock()
 # The threads of `prepare_compiler`.
 PREPARING: list[threading.Thread] = []
 FAILED = object()
@@ -129,8 +131,8 @@ def start_preparing() -> None:
 
     for prepare in (hash_triton, lambda: driver.active.utils):
         thread = threading.Thread(target=run_quietly, args=(prepare,), name="foci-prepare")
-        PREPARING.append(thread)
         thread.start()
+        PREPARING.append(thread)
 
 
 def hash_triton() -> None:
@@ -147,11 +149,8 @@ def run_quietly(function: Callable[[], Any]) -> None:
 
 
 def finish_preparing() -> None:
-    while PREPARING:
-        PREPARING[-1].join()
-        # Another thread may have removed it.
-        with suppress(IndexError):
-            PREPARING.pop()
+    for thread in PREPARING:
+        thread.join()
 
 
 @contextmanager
@@ -235,8 +234,10 @@ def compile_in_background(list_launches: Callable[[], Sequence[CollectedLaunch]]
         compile_all = partial(compile_on, collected, device)
         thread = threading.Thread(target=run_quietly, args=(compile_all,), name="foci-compile")
         kernels = tuple(each.launch.kernel for each in collected)
-        BACKGROUND_COMPILATIONS.append(BackgroundCompilation(thread, kernels))
-        thread.start()
+        with BACKGROUND_LOCK:
+            # First, because it fails where the process may have no more threads.
+            thread.start()
+            BACKGROUND_COMPILATIONS.append(BackgroundCompilation(thread, kernels))
 
 
 def compile_on(collected: Sequence[CollectedLaunch], device: int | None) -> None:
@@ -249,7 +250,9 @@ def compile_on(collected: Sequence[CollectedLaunch], device: int | None) -> None
 def wait_for_background(launches: Sequence[KernelLaunch]) -> None:
     """Wait until the kernels of these launches are no longer compiled in the background."""
     kernels = {id(launch.kernel) for launch in launches}
-    for compilation in list(BACKGROUND_COMPILATIONS):
+    with BACKGROUND_LOCK:
+        compilations = [*BACKGROUND_COMPILATIONS]
+    for compilation in compilations:
         if kernels & set(map(id, compilation.kernels)):
             compilation.thread.join()
             # Another thread may have removed it.
