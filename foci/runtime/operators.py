@@ -1,16 +1,19 @@
-"""Operators of PyTorch, registered when a compiler traces the first one: eager calls run without them.
+"""Operators of PyTorch, registered when a compiler traces or a program names the first one.
 
-Registering an operator takes up to 40 ms, and the first call of a process would wait for all of them.
+Eager calls run without them. Registering one takes up to 40 ms, and the first call of a process would wait for all.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 NAMESPACE = "foci"
+# Held while they are registered: another thread must not find the list empty before.
+LOCK = threading.RLock()
 
 
 class Operator:
@@ -69,9 +72,32 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Operator]
 
 def register_operators() -> None:
     """Registers all operators that were defined so far."""
-    while UNREGISTERED:
-        UNREGISTERED.pop().register()
+    with LOCK:
+        while UNREGISTERED:
+            # PyTorch asks `Namespace` for the operator before it defines it.
+            each = UNREGISTERED.pop()
+            try:
+                each.register()
+            except BaseException:
+                UNREGISTERED.append(each)
+                raise
 
 
 # See runtime/device.py.
 register_operators._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Namespace(torch._ops._OpNamespace):
+    """torch.ops.foci, by which programs name the operators: checkpointing policies, tests, graphs from elsewhere."""
+
+    # That of its operators, from which graphs spell their names.
+    __module__ = "torch._ops"
+
+    def __getattr__(self, name: str) -> Any:
+        with LOCK:
+            if any(each.name == name for each in UNREGISTERED):
+                register_operators()
+        return super().__getattr__(name)
+
+
+torch.ops.foci = Namespace(NAMESPACE)
