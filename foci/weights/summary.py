@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from foci.runtime.tracing import is_traced
-from foci.weights.tensors import copy_if_inference
 
 
 class Top(NamedTuple):
@@ -39,7 +38,7 @@ def make_field(parts: SummaryParts, name: str) -> Tensor | Top | None:
             return None
         return Top(with_lead(results["top_values"], parts), with_lead(results["top_keys"], parts))
     if name == "lse":
-        return with_lead(copy_if_inference(lse).detach(), parts)
+        return with_lead(lse.detach(), parts)
     if name == "sink_mass":
         return with_lead(torch.zeros_like(lse), parts)
     key = "largest" if name == "largest_logit" else name

@@ -379,7 +379,7 @@ class Weights:
         # Not under no_grad, which an exported graph keeps as a graph of its own: no statistic has a gradient here.
         results = self._summarize(top, picture, largest_logit, distance)
         # _summarize has checked the tensors.
-        lse, sink = self.tensors.lse, self.tensors.call.sink
+        lse, sink = copy_if_inference(self.tensors.lse), self.tensors.call.sink
         made = {} if sink is None else {"sink_mass": self._reshape(compute_sink_mass(lse, sink).detach())}
         # Not the weights themselves, which hold query and key.
         has_lead = self._headed and len(self._batch_shape) == 1

@@ -157,6 +157,16 @@ def test_inference_tensors_are_copied(name: str) -> None:
     assert weights[1].call.q.data_ptr() == weights.call.q[1].data_ptr()
 
 
+def test_a_summary_of_inference_tensors_keeps_its_log_sum_exp() -> None:
+    """It is read later, when a CUDA graph may have run again and written the same memory."""
+    with torch.inference_mode():
+        weights = lazy(matrices.qkv())
+        summary = weights.summary()
+        expected = weights.tensors.lse.clone()
+        weights.tensors.lse.zero_()
+        assert torch.equal(summary.lse, expected)
+
+
 def test_a_normal_tensor_changed_in_inference_mode_is_detected() -> None:
     arguments = matrices.qkv()
     with torch.inference_mode():
