@@ -41,7 +41,7 @@ class KnownCall(NamedTuple):
 
     def has_room_for(self, q: Tensor, k: Tensor) -> bool:
         """Whether the weights of a call like this one take little memory: if it is short, or with a kernel on a GPU."""
-        return self.is_short or cuda_columns.supports(q, k)
+        return self.is_short or (isinstance(self.keys, slice) and cuda_columns.supports(q, k))
 
 
 class TextWeights:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from foci.capture.text_weights import KnownCall
 from foci.statistics.cuda import columns
 from foci.weights.slices import compute_columns_of_short_rows
 from tests.kernels.statistics_cases import DEVICE, within_nan
@@ -126,6 +127,15 @@ def test_short_rows_use_the_kernel_where_it_supports_them(
     found = compute_columns_of_short_rows(q, k, chosen, rows, torch.float32)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     assert len(columns.COLUMNS_LAUNCHES) == (isinstance(chosen, slice) and dtype == torch.float32)
+
+
+def test_long_calls_need_keys_that_the_kernel_takes() -> None:
+    """The kernel takes keys that follow each other; whole rows of a long call would not fit into memory."""
+    q, k = make_inputs(9, 7, 8)
+    log: Any = None
+    assert KnownCall(log, slice(1, 4), is_short=False).has_room_for(q, k)
+    assert KnownCall(log, [0, 2, 5], is_short=True).has_room_for(q, k)
+    assert not KnownCall(log, [0, 2, 5], is_short=False).has_room_for(q, k)
 
 
 def test_what_the_kernel_does_not_support() -> None:
