@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import foci
 from foci.gpu.launcher import KernelLaunch, LaunchPlan, pick_addresses
 from foci.statistics import cuda
-from foci.statistics.cuda import arguments, entries, launches, repeated_pass
+from foci.statistics.cuda import arguments, entries, launches, plan, repeated_pass
 from foci.statistics.cuda.repeated_pass import PassOutputs
 from foci.statistics.request import Request
 from tests.kernels.statistics_cases import DEVICE
@@ -142,6 +142,15 @@ def test_other_layouts_and_other_calls_take_the_full_path(compiler: Compiler) ->
     room = torch.empty(weights.tensors.call.q.numel() + 1)[1:].view(weights.tensors.call.q.shape)
     weights.tensors.call.q = room.copy_(weights.tensors.call.q)
     assert not isinstance(repeated_pass.run_repeated_pass(weights.tensors.call, weights.tensors.lse, ONE), PassOutputs)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="stands for a GPU")
+def test_a_softcap_is_a_float_for_the_kernels(compiler: Compiler) -> None:
+    """They would be compiled again for an int."""
+    make_weights(score=foci.Dot(softcap=2))._compute(ONE)
+    ((options, *_),) = plan.PASS_CACHE
+    assert options[:2] == (0.25, 2.0)
+    assert [type(number) for number in options[:2]] == [float, float]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="stands for a GPU")

@@ -167,7 +167,8 @@ def run_first_pass(key: Hashable, call: Call, lse: Tensor, request: Request) -> 
     if lse.dtype != torch.float32 or not tensors.is_plain or tensors.to_kernel_layout() is not tensors:
         REPEATED_PASSES[key] = None
         return None
-    statistics_pass = find_pass(tensors, given["scale"], given["softcap"], given["causal"], 0, request, None)
+    softcap = None if given["softcap"] is None else float(given["softcap"])
+    statistics_pass = find_pass(tensors, given["scale"], softcap, given["causal"], 0, request, None)
     results = statistics_pass(tensors)
     assert statistics_pass.launch_plan is not None
     # None where Triton must inspect every argument: in its interpreter, and for unaligned tensors.
