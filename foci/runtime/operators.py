@@ -100,4 +100,4 @@ class Namespace(torch._ops._OpNamespace):
         return super().__getattr__(name)
 
 
-torch.ops.foci = Namespace(NAMESPACE)
+setattr(torch.ops, NAMESPACE, Namespace(NAMESPACE))

@@ -148,7 +148,7 @@ def has_large_memory(device: torch.device) -> bool:
 
 
 def count_key_splits(part: CallPart) -> int:
-    """The number of programs that share the keys of one tile of queries; it depends on the lengths only."""
+    """The number of programs that share the keys of one tile of queries; it does not depend on the batch."""
     queries, keys = part.q.shape[2], part.k.shape[2]
     if queries > FEW_QUERIES:
         return 1
