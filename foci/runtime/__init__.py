@@ -1,7 +1,7 @@
 """What the library needs from PyTorch, the compiler, the file system and the terminal.
 
 tracing: compilers, torch.func transforms, CUDA graph capture and autocast around a call.
-operators: operators of PyTorch that are registered when a compiler traces one.
+operators: operators of PyTorch, registered when a compiler traces or a program names one.
 saved_graphs: registers the operators before a saved graph is loaded.
 call_observer: the function that sees the calls inside compiled models.
 checks: checks of tensors against the sizes of a call.

@@ -18,15 +18,13 @@ from foci.statistics.cuda.arguments import KernelTensors
 class OutputSpec(NamedTuple):
     """An output of a pass.
 
-    zeros: it starts as zeros; returned: False for a counter that only the kernels use; late: only the last launch
-    writes it, so it is allocated just before that.
+    zeros: it starts as zeros; late: only the last launch writes it, so it is allocated just before that.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     zeros: bool = False
-    returned: bool = True
     late: bool = False
 
     def allocate(self, device: torch.device) -> Tensor:
@@ -65,7 +63,7 @@ class StatisticsPass:
             return late
 
         self.launch_plan(tensors.by_name() | outputs, allocate_late if self.plan.partials else None)
-        return self.select_returned(outputs)
+        return outputs
 
     def build_launch_plan(self) -> LaunchPlan:
         arrays = self.plan.arrays | self.plan.partials
@@ -82,10 +80,7 @@ class StatisticsPass:
         arrays = {name: torch.empty(size, dtype=dtype, device=self.device) for name, (size, dtype) in specs.items()}
         for launch in self.plan.launches:
             launch.launch_traced(tensors.by_name() | outputs | arrays)
-        return self.select_returned(outputs)
+        return outputs
 
     def allocate_outputs(self, late: bool) -> dict[str, Tensor]:
         return {spec.name: spec.allocate(self.device) for spec in self.plan.outputs if spec.late == late}
-
-    def select_returned(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {spec.name: outputs[spec.name] for spec in self.plan.outputs if spec.returned}
