@@ -206,6 +206,33 @@ def test_a_dense_bias_under_a_mask_equals_the_reference(mask: str, shape: str) -
     check_problem(bias_problem(BIAS_SHAPES[shape], mask=MASKS[mask]["mask"]))
 
 
+SHARED_BIAS_MASKS = {
+    "full": None,
+    "padding": foci.padding([5, 48, 0]),
+    "documents": foci.documents(torch.arange(37) // 13, torch.stack([torch.arange(48) // n % 3 for n in (16, 1, 20)])),
+    "two_runs": ~foci.window(5, 4),
+}
+
+
+@pytest.mark.parametrize("mask", SHARED_BIAS_MASKS)
+def test_sequences_add_their_gradients_of_an_aligned_bias(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a launch each: what a sequence does not see keeps the sum of the others."""
+    monkeypatch.setattr(launch, "count_multiprocessors", lambda device: 1)
+    shapes = {"query": (3, 2, 37, 12), "key": (3, 1, 48, 12), "value": (3, 1, 48, 9), "entries": (1, 2, 37, 48)}
+    generator = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(sizes, generator=generator, dtype=torch.float64) for name, sizes in shapes.items()}
+
+    def arguments(leaves: Tensors) -> dict[str, Any]:
+        given = {name: within_nan(leaves[name]) for name in ("query", "key", "value")}
+        return given | {"bias": leaves["entries"], "mask": SHARED_BIAS_MASKS[mask]}
+
+    CACHED_PLANS.clear()
+    check_problem(Problem(tensors, arguments, torch.float32))
+    names = [launched.kernel.__name__ for plan in CACHED_PLANS.values() for launched in plan.launches]
+    assert names.count("attention_query_gradients") == 3
+    assert "attention_bias_gradients" not in names
+
+
 @pytest.mark.parametrize("width", [41, 48])
 def test_a_bias_may_hide_keys_and_whole_rows(width: int) -> None:
     """Rows of 48 entries are aligned, rows of 41 are not."""
