@@ -150,7 +150,7 @@ def test_other_kernels_are_compiled_in_the_background() -> None:
     compilation.compile_in_background(mock.Mock(side_effect=RuntimeError), None)
 
 
-def test_another_thread_may_launch_while_a_background_compilation_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_start_late_or_not_at_all_fail_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = launcher.KernelLaunch(mock.Mock(), (1,), (), (), {})
     true_start = threading.Thread.start
 
@@ -170,6 +170,10 @@ def test_another_thread_may_launch_while_a_background_compilation_starts(monkeyp
     monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
     compilation.compile_in_background(lambda: [CollectedLaunch(launch, {}, {})], None)
     compilation.wait_for_background([launch])
+    monkeypatch.setattr(compilation, "is_triton_interpreted", lambda: False)
+    monkeypatch.setattr(compilation, "PREPARING", [])
+    compilation.start_preparing.__wrapped__()
+    compilation.finish_preparing()
 
 
 def test_ctrl_c_while_kernels_are_compiled_leaves_no_mode_on() -> None:

@@ -131,8 +131,10 @@ def start_preparing() -> None:
 
     for prepare in (hash_triton, lambda: driver.active.utils):
         thread = threading.Thread(target=run_quietly, args=(prepare,), name="foci-prepare")
-        thread.start()
-        PREPARING.append(thread)
+        # Where no thread can be started, Triton does it when it compiles.
+        with suppress(RuntimeError):
+            thread.start()
+            PREPARING.append(thread)
 
 
 def hash_triton() -> None:
@@ -235,7 +237,7 @@ def compile_in_background(list_launches: Callable[[], Sequence[CollectedLaunch]]
         thread = threading.Thread(target=run_quietly, args=(compile_all,), name="foci-compile")
         kernels = tuple(each.launch.kernel for each in collected)
         with BACKGROUND_LOCK:
-            # First, because it fails where the process may have no more threads.
+            # Started first: where that fails, there is nothing to wait for.
             thread.start()
             BACKGROUND_COMPILATIONS.append(BackgroundCompilation(thread, kernels))
 
