@@ -135,6 +135,8 @@ class LaunchPlan:
         # Both are filled by the first call that goes through Triton: what `replay` needs.
         self.compiled_launches: list[CompiledLaunch] = []
         self.descriptor_templates: list[tuple[str, str, Any]] = []
+        # Whether the kernels are compiled for aligned addresses, and for others.
+        self.compiled_alignments: set[bool] = set()
 
     def __call__(self, tensors: dict[str, Tensor], allocate_late: LateAllocator | None = None) -> None:
         """Run all launches.
@@ -222,7 +224,10 @@ class LaunchPlan:
         for workspace in (self.workspace, self.last_workspace):
             tensors |= workspace.tensors(workspace.allocate(self.device))
         tensors |= descriptors
-        self.compile(tensors)
+        # A plan whose launches cannot be replayed comes here at every call.
+        if aligned not in self.compiled_alignments:
+            self.compile(tensors)
+            self.compiled_alignments.add(aligned)
         for index, (kernel, grid, names, scalars, options) in enumerate(self.launches):
             if allocate_late is not None and index == len(self.launches) - 1:
                 for name in self.workspace.offsets:

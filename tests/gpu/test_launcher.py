@@ -76,13 +76,17 @@ def test_a_launch_of_one_tensor_gets_its_address() -> None:
     assert kernel.again == [((1, 1, 1), (x.data_ptr(), 5))]
 
 
-def test_unaligned_addresses_go_through_triton() -> None:
+def test_unaligned_addresses_go_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
     plan, apart = build_plan(kernel), torch.zeros(9)[1:]
+    compiled: list[object] = []
+    monkeypatch.setattr(plan, "compile", compiled.append)
     for x in (apart, apart, torch.zeros(8), apart, torch.zeros(8)):
         plan({"x": x})
     assert len(kernel.launched) == 4
     assert len(kernel.again) == 1
+    # Once for each alignment.
+    assert len(compiled) == 2
 
 
 @pytest.mark.parametrize("known_version", [True, False])
