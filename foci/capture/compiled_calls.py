@@ -41,7 +41,9 @@ def make_observer(compute: Callable[[Weights, Tensor], list[Tensor]], device: to
 
     A model must get the same one in every block, because its second graph is guarded on it.
     """
-    calls = torch.zeros((), dtype=torch.int64, device=device)
+    with torch.inference_mode(False):
+        # It outlives the block: an inference tensor could not be changed outside of inference mode.
+        calls = torch.zeros((), dtype=torch.int64, device=device)
 
     def observe(weights: Weights, values: Tensor) -> None:
         hand_over(compute(weights.with_four_axes(), values), calls)

@@ -152,6 +152,16 @@ def test_a_pass_with_other_calls_is_not_recorded() -> None:
     assert "ran uncompiled inside foci.watch: the model" in watch(compiled, compiled=True)[0].notes
 
 
+def test_blocks_in_and_outside_of_inference_mode() -> None:
+    compiled, _ = compile_and_count(build_decoder())
+    keep = foci.Keep(top=5, picture=2)
+    for mode in (torch.inference_mode, torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode(), foci.watch(compiled, keep=keep, compiled=True) as seen:
+            compiled(IDS)
+        assert len(seen.layers) == 2
+    assert seen.notes == []
+
+
 def test_limits_and_wrong_arguments() -> None:
     model = build_decoder()
     compiled, _ = compile_and_count(model)
