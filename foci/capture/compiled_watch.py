@@ -9,11 +9,11 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys, Dv value width.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
-from functools import cache, partial
-from itertools import count
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ from foci.capture.alerts import AttentionWarning
 from foci.capture.compiled_calls import Observer, find_device, is_compiled, make_observer, observe_compiled_calls
 from foci.capture.generation_steps import CaptureError
 from foci.capture.host_copy import HostCopier
+from foci.capture.model_structure import ModelStructure, read_structure
 from foci.capture.pending_statistics import compute_norms
 from foci.capture.recorder import Recorder
 from foci.capture.token_ids import TokenIds
@@ -47,10 +48,11 @@ class CallSite:
 
 
 class LearnedCalls(NamedTuple):
-    """The calls of a pass in their order, and the attention modules that are not among them."""
+    """The calls of a pass in their order, the attention modules that are not among them, and the model's modules."""
 
     sites: list[CallSite]
     unseen: list[str]
+    structure: ModelStructure
 
 
 # By compiled model, what its last uncompiled block has learned.
@@ -73,45 +75,99 @@ class LearningRecorder(Recorder):
 def learn_calls(recorder: LearningRecorder, model: nn.Module, record: Record) -> None:
     """Learns the order of the calls from a filled record, or notes why later blocks run uncompiled, too."""
     LEARNED.pop(model, None)
+    passes: dict[int, list[Layer]] = {}
+    for name, layer in record.layers.items():
+        passes.setdefault(recorder.logs.by_layer[name].passes[0], []).append(layer)
+    orders = [[module_of(layer) for layer in layers] for layers in passes.values()]
     if recorder.untraceable is not None:
         reason = recorder.untraceable
     elif recorder.foci_calls < recorder.calls:
         reason = "not all attention calls are those of foci.attention, which compiled graphs report"
     elif not recorder.calls or recorder.calls != len(record.layers):
         reason = f"{recorder.calls} attention calls are {len(record.layers)} layers; record one forward pass first"
+    elif any(order != orders[0] for order in orders):
+        reason = "the forward passes make different attention calls"
     else:
         names = [field.name for field in fields(CallSite)]
-        sites = [CallSite(*(getattr(layer, name) for name in names)) for layer in record.layers.values()]
-        LEARNED[model] = LearnedCalls(sites, record.unseen)
+        first = next(iter(passes.values()))
+        sites = [CallSite(*(getattr(layer, name) for name in names)) for layer in first]
+        LEARNED[model] = LearnedCalls(sites, record.unseen, recorder.structure)
         record.notes.append("this block learned the order of the calls: later blocks with compiled=True run compiled")
         return
     record.notes.append(f"later blocks run uncompiled, too: {reason}")
+
+
+def module_of(layer: Layer | CallSite) -> str:
+    """The name of the module whose call a layer is: that of a later call has a number."""
+    return layer.name.partition("#")[0]
+
+
+def has_learned(model: nn.Module) -> bool:
+    """Whether the order of a model's calls is known; not if its modules changed since."""
+    return model in LEARNED and LEARNED[model].structure is read_structure(model)[0]
 
 
 @contextmanager
 def watch_compiled(model: nn.Module, record: Record, keep: Keep, limit: int, tokenizer: Any) -> Iterator[None]:
     """Fills a record with the statistics of the calls that a compiled model makes inside the block."""
     token_ids = TokenIds(tokenizer)
+    record.filling = True
     with ExitStack() as block:
-        if hasattr(model, "_orig_mod"):
-            # Hooks of the wrapper run outside the graph; those of a module that compiled itself would change it.
-            read = partial(read_token_ids, token_ids, count(1))
-            block.callback(model.register_forward_pre_hook(read, with_kwargs=True).remove)
         computed = block.enter_context(observe_compiled_calls(make_statistics_observer(keep, find_device(model))))
+        # Hooks of a module that compiled itself would change its graph; those of others run outside.
+        passes = CompiledPasses(computed, token_ids) if model._compiled_call_impl is None else None
+        if passes is not None:
+            block.callback(model.register_forward_pre_hook(passes.begin, with_kwargs=True).remove)
+            block.callback(model.register_forward_hook(passes.end).remove)
         yield
+        if passes is not None:
+            if passes.has_begun:
+                passes.drop_others()
+            record.notes += passes.describe()
+    record.filling = False
     fill_compiled_record(record, keep, computed, limit, model, token_ids)
     record.labels.update(token_ids.build_labels())
 
 
-def read_token_ids(
-    token_ids: TokenIds, passes: Iterator[int], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """A forward pre-hook that reads the token ids, the only integers (B, T) that a model is given."""
-    number = next(passes)
-    given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() == 2]
-    ids = [each for each in given if each.dtype in (torch.int32, torch.int64)]
-    if len(ids) == 1:
-        token_ids.add_explicit("input", ids[0], number)
+class CompiledPasses:
+    """The complete passes of a compiled model: drops the calls of other passes and models, and reads the token ids.
+
+    Other methods than forward, such as `generate`, run the model without its hooks: then no call is dropped.
+
+    Args:
+        computed: what was computed for each call so far.
+        token_ids: collects the ids.
+    """
+
+    def __init__(self, computed: list[list[Tensor]], token_ids: TokenIds) -> None:
+        self.computed, self.token_ids = computed, token_ids
+        self.count = self.calls = self.dropped = 0
+        self.has_begun = False
+        self.ids: Tensor | None = None
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook; the token ids are the only integers (B, T) that the model is given."""
+        self.has_begun = True
+        self.drop_others()
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() == 2]
+        ids = [each for each in given if each.dtype in (torch.int32, torch.int64)]
+        self.ids = ids[0] if len(ids) == 1 else None
+
+    def end(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        """A forward hook, which does not run after an error."""
+        self.count, self.calls = self.count + 1, len(self.computed)
+        if self.ids is not None:
+            self.token_ids.add_explicit("input", self.ids, self.count)
+
+    def drop_others(self) -> None:
+        """Drops the calls since the last complete pass."""
+        self.dropped += len(self.computed) - self.calls
+        del self.computed[self.calls :]
+
+    def describe(self) -> list[str]:
+        """Remarks for the record."""
+        calls = f"{self.dropped} attention calls" if self.dropped > 1 else "1 attention call"
+        return [f"not recorded: {calls} outside of complete passes of the compiled model"] if self.dropped else []
 
 
 @cache
@@ -130,7 +186,7 @@ def fill_compiled_record(
     record: Record, keep: Keep, computed: list[list[Tensor]], limit: int, model: nn.Module, token_ids: TokenIds
 ) -> None:
     """Makes the layers of a record from the tensors that the graph computed, copied to the host together."""
-    sites, unseen = LEARNED[model]
+    sites, unseen, _ = LEARNED[model]
     if len(computed) % len(sites):
         del LEARNED[model]
         reason = f"a compiled pass made {len(computed)} attention calls, not {len(sites)}"
@@ -143,11 +199,14 @@ def fill_compiled_record(
     copier = HostCopier()
     copies = [copier.copy(name_statistics(keep, tensors)) for tensors in computed]
     copier.wait()
+    counts: Counter[str] = Counter()
     for number, statistics in enumerate(copies):
         site, earlier = sites[number % len(sites)], number // len(sites)
+        module = module_of(site)
+        counts[module] += 1
         (batch, heads, queries), keys = statistics["entropy"].shape, statistics["received"].shape[-1]
         layer = Layer(
-            **asdict(site) | {"name": site.name + (f"#{earlier + 1}" if earlier else "")},
+            **asdict(site) | {"name": module + (f"#{counts[module]}" if counts[module] > 1 else "")},
             value_norms=statistics.pop("norms", None),
             kept=KeptStatistics(statistics, (batch, heads, queries, keys)),
             labels=record.labels,

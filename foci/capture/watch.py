@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from foci.capture import huggingface
-from foci.capture.compiled_watch import LEARNED, LearningRecorder, check_compiled, learn_calls, watch_compiled
+from foci.capture.compiled_watch import LearningRecorder, check_compiled, has_learned, learn_calls, watch_compiled
 from foci.capture.cross_attention import find_sequence_parameters
 from foci.capture.diffusion import Denoising, find_pipeline_denoisers, is_denoiser
 from foci.capture.head_selection import HeadSelection, parse_ablate, parse_selection
@@ -104,7 +104,7 @@ def watch(
     if compiled:
         others = {"layers": layers is not None, "heads": heads is not None, "queries": queries != "all"}
         kept = check_compiled(model, keep, others | {"ablate": bool(ablate), "steps": denoising is not None})
-        if model in LEARNED:
+        if has_learned(model):
             with watch_compiled(model, record, kept, limit, tokenizer):
                 yield record
             record.labels.update(given)

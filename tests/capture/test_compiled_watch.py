@@ -137,19 +137,86 @@ def test_other_attention_runs_uncompiled_and_the_record_says_why() -> None:
     assert graphs == []
 
 
-def watch_with_another_call(compiled: nn.Module) -> foci.Record:
-    with torch.no_grad(), foci.watch(compiled, keep=KEEP, compiled=True) as seen:
-        compiled(IDS)
-        foci.attention(*torch.randn(3, 1, 4, 8, 16))
-    return seen
+class Repeating(nn.Module):
+    """A decoder that runs its blocks a number of times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder, self.times = build_decoder(), 1
+
+    def forward(self, ids: Tensor) -> Any:
+        for _ in range(self.times - 1):
+            self.decoder.blocks[0].attention(torch.ones(1, 4, 128))
+        return self.decoder(ids)
 
 
 def test_a_pass_with_other_calls_is_not_recorded() -> None:
+    model = Repeating()
+    compiled, _ = compile_and_count(model)
+    watch(compiled, compiled=True)
+    model.times = 2
+    with pytest.warns(AttentionWarning, match="nothing was recorded: a compiled pass made 3 attention calls, not 2"):
+        assert not watch(compiled, compiled=True)[0].layers
+    assert "ran uncompiled inside foci.watch: the model" in watch(compiled, compiled=True)[0].notes
+    seen, _ = watch(compiled, compiled=True)
+    assert list(seen.layers) == [f"decoder.blocks.{name}" for name in ("0.attention", "0.attention#2", "1.attention")]
+
+
+def test_calls_outside_of_the_model_and_of_passes_that_fail_are_not_recorded() -> None:
+    compiled, _ = compile_and_count(build_decoder())
+    other = build_decoder()
+    first, _ = watch(compiled, compiled=True)
+    with torch.no_grad(), foci.watch(compiled, keep=KEEP, compiled=True) as seen:
+        other(IDS)
+        compiled(IDS)
+        foci.attention(*torch.randn(3, 1, 4, 8, 16))
+        with pytest.raises(IndexError):
+            compiled(IDS + 100)
+        compiled(IDS[:, :5])
+        other(IDS)
+    assert list(seen.layers) == [*first.layers, *(f"{name}#2" for name in first.layers)]
+    assert seen.labels["input#2"].texts[0] == tuple(str(each) for each in IDS[0, :5].tolist())
+    assert seen.notes == ["not recorded: 5 attention calls outside of complete passes of the compiled model"]
+
+
+def test_a_block_of_two_passes_learns_the_calls_of_one() -> None:
+    compiled, _ = compile_and_count(build_decoder())
+    for _ in range(2):
+        with torch.no_grad(), foci.watch(compiled, keep=KEEP, compiled=True) as seen:
+            compiled(IDS)
+            compiled(IDS[:, :5])
+        assert {"input", "input#2"} <= seen.labels.keys()
+    both = list(seen.layers)
+    record, _ = watch(compiled, compiled=True)
+    assert record.notes == []
+    assert both == [*record.layers, *(f"{name}#2" for name in record.layers)]
+
+
+def test_a_changed_model_is_learned_again() -> None:
+    model = build_decoder()
+    compiled, _ = compile_and_count(model)
+    watch(compiled, compiled=True)
+    # Twice the calls: two passes of the model as it was.
+    model.blocks = nn.ModuleList([*model.blocks, *build_decoder().blocks])
+    for note in ("this block learned the order of the calls: later blocks with compiled=True run compiled", None):
+        seen, _ = watch(compiled, compiled=True)
+        assert list(seen.layers) == [f"blocks.{number}.attention" for number in range(4)]
+        assert (seen.notes or [None])[-1] == note
+
+
+def test_the_record_cannot_be_read_inside_the_block_or_after_an_error() -> None:
     compiled, _ = compile_and_count(build_decoder())
     watch(compiled, compiled=True)
-    with pytest.warns(AttentionWarning, match="nothing was recorded: a compiled pass made 3 attention calls, not 2"):
-        assert not watch_with_another_call(compiled).layers
-    assert "ran uncompiled inside foci.watch: the model" in watch(compiled, compiled=True)[0].notes
+    with torch.no_grad(), foci.watch(compiled, keep=KEEP, compiled=True) as seen:
+        compiled(IDS)
+        with pytest.raises(RuntimeError, match="a record is filled when its block ends"):
+            seen["L0"]
+    assert seen["L0"].entropy().shape == (2, 4, 7)
+    with pytest.raises(KeyboardInterrupt), foci.watch(compiled, keep=KEEP, compiled=True) as lost:
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="a record is filled when its block ends"):
+        lost["L0"]
+    assert watch(compiled, compiled=True)[0].notes == []
 
 
 def test_blocks_in_and_outside_of_inference_mode() -> None:
@@ -160,6 +227,16 @@ def test_blocks_in_and_outside_of_inference_mode() -> None:
             compiled(IDS)
         assert len(seen.layers) == 2
     assert seen.notes == []
+
+
+def test_a_model_with_compiled_blocks_has_labels() -> None:
+    model = build_decoder()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    for _ in range(2):
+        seen, _ = watch(model, compiled=True)
+    assert seen.notes == []
+    assert seen.labels["input"].texts[0] == tuple(str(each) for each in IDS[0].tolist())
 
 
 def test_limits_and_wrong_arguments() -> None:
