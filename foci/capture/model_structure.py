@@ -30,13 +30,13 @@ class ModelStructure:
         self.names = [name for name, _ in named]
         self._references = [*map(ref, modules)]
         self._classes = [*map(type, modules)]
-        numbers = {id(module): number for number, module in enumerate(modules)}
+        self._ids = [*map(id, modules)]
         self._counts = [len(module._modules) for module in modules]
         parts = [(part, child) for module in modules for part, child in module._modules.items()]
         self._parts = [part for part, _ in parts]
         self.has_compile_wrappers = "_orig_mod" in self._parts
-        # -1 stands for None, a part that is not set.
-        self._children = [numbers.get(id(child), -1) for _, child in parts]
+        # That of None for a part that is not set.
+        self._child_ids = [id(child) for _, child in parts]
         # Scripted modules keep their parts elsewhere.
         self._is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
         self.layer_names = [*map(strip_compile_wrapper, self.names)]
@@ -47,14 +47,16 @@ class ModelStructure:
     def find_modules(self, model: nn.Module) -> list[nn.Module] | None:
         """The modules in the order of their names; None if the model has changed."""
         modules: list[Any] = [*map(call, self._references)]
-        if self._is_scripted or modules[0] is not model or None in modules or [*map(type, modules)] != self._classes:
+        # By their ids: other modules may be equal. A reference to a module that is gone gives None.
+        if self._is_scripted or modules[0] is not model or [*map(id, modules)] != self._ids:
+            return None
+        if [*map(type, modules)] != self._classes:
             return None
         every: list[dict[str, nn.Module]] = [*map(get_parts, modules)]
         parts = [*filter(None, every)]
         if [*map(len, every)] != self._counts or [*chain.from_iterable(parts)] != self._parts:
             return None
-        expected = [*map([*modules, None].__getitem__, self._children)]
-        return modules if [*chain.from_iterable(map(dict.values, parts))] == expected else None
+        return modules if [*map(id, chain.from_iterable(map(dict.values, parts)))] == self._child_ids else None
 
 
 def read_structure(model: nn.Module) -> tuple[ModelStructure, list[nn.Module]]:

@@ -1,5 +1,6 @@
 """The modules of a model, which are found once: later blocks notice every change of the model."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -87,6 +88,27 @@ def test_blocks_follow_a_model_that_changes_between_them() -> None:
         with torch.no_grad(), foci.watch(model) as seen:
             model(x)
         assert list(seen.layers) == [f"blocks.{number}" for number in range(count)]
+
+
+class Equal(FusedAttention):
+    """Modules that are equal if their weights are."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal) and all(map(torch.equal, self.parameters(), other.parameters()))
+
+    __hash__ = nn.Module.__hash__
+
+
+def test_a_part_may_be_replaced_by_an_equal_one() -> None:
+    model, x = Stack(2, Equal), randn(1, 9, 16)
+    with torch.no_grad(), foci.watch(model) as first:
+        model(x)
+    before, model.blocks[0] = model.blocks[0], copy.deepcopy(model.blocks[0])
+    assert before == model.blocks[0]
+    with torch.no_grad(), foci.watch(model) as second:
+        assert model.blocks[0]._forward_pre_hooks
+        model(x)
+    assert list(first.layers) == list(second.layers) == ["blocks.0", "blocks.1"]
 
 
 def test_containers_have_no_hooks_and_nothing_is_left() -> None:
