@@ -25,7 +25,7 @@ from foci.capture.generation_steps import (
 )
 from foci.capture.host_copy import HostCopier
 from foci.capture.naming import LayerName
-from foci.capture.pending_statistics import PendingCall, PendingStatistics, PlainCall, compute_norms
+from foci.capture.pending_statistics import PendingCall, PendingStatistics, PlainCall, are_changeable, compute_norms
 from foci.capture.windows import Windows
 from foci.record.kept import STATISTIC_AXES, Keep, KeptStatistics, TextPositions
 from foci.record.layer import Layer
@@ -124,6 +124,8 @@ class LayerLog:
         if not call.tensors.has_changed_values:
             self._store(**self._new_value_norms(call.tensors.v))
         self.keys_with_norms = length
+        if are_changeable(call.tensors.k) and not call.tensors.is_changed:
+            self.fingerprints.append(fingerprint_keys(call.tensors.k))
         self._add_step(call.to_weights(), call.tensors.v)
 
     def is_continued_by(self, weights: Weights, k: Tensor) -> bool:
@@ -209,7 +211,9 @@ class LayerLog:
 
     def _compare_key_prefix(self, k: Tensor, is_kept: bool) -> None:
         """Notes the fingerprints of these keys, of which those of the last call must be a prefix."""
-        # Nearly always the first call is the only one; if its keys stay, the next call can compare them.
+        # Nearly always the first call is the only one; if its keys stay, the next call can compare them. Those in a
+        # cache that is written in place may be changed by then.
+        is_kept = is_kept and not are_changeable(k)
         if not self.is_cross and (self.passes or not is_kept):
             if self.passes and not self.fingerprints:
                 self.fingerprints.append(self._fingerprint_first_keys())

@@ -232,7 +232,7 @@ def describe_kind(call: PlainCall | Weights, values: Tensor) -> Hashable | None:
         return None
     if form.batch_ids is not None or form.head_ids is not None or values.dim() != 4 or values.is_inference():
         return None
-    if are_changeable(values, *(each for each in (form.q, form.k) if not each.is_inference())):
+    if are_changeable(values, form.q, form.k):
         return None
     tensors: dict[str, Tensor] = {}
     structure = None if form.mask is None else describe_mask(form.mask, tensors)
@@ -243,8 +243,8 @@ def describe_kind(call: PlainCall | Weights, values: Tensor) -> Hashable | None:
 
 
 def are_changeable(*tensors: Tensor) -> bool:
-    """Whether a tensor was changed in place before, and so may be again."""
-    return any(tensor._version for tensor in tensors)
+    """Whether a tensor was changed in place before, and so may be again; not known of inference tensors."""
+    return any(tensor._version for tensor in tensors if not tensor.is_inference())
 
 
 def describe_tensors(q: Tensor, k: Tensor, values: Tensor, *others: Hashable) -> Hashable:

@@ -67,3 +67,22 @@ class CachedAttention(FusedAttention):
     def change(self, how: Callable[[Tensor], Tensor]) -> None:
         assert self.kept is not None
         self.kept = (how(self.kept[0]), how(self.kept[1]))
+
+
+class PreallocatedAttention(FusedAttention):
+    """Attention that writes its keys and values into a cache of fixed size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.length = torch.zeros(2, 2, 4, 32, 4), 0
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        q, *new = self.split(x)
+        count, start = q.shape[2], self.length
+        self.length += count
+        self.cache[:, :, :, start : self.length] = torch.stack(new)
+        k, v = self.cache[:, :, :, : self.length]
+        # The first queries have no keys before them.
+        seen = None if start == 0 else torch.ones(count, self.length, dtype=torch.bool).tril(start)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=start == 0)
+        return self.output(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import foci
 from foci.capture.generation_steps import fingerprint_keys
 from foci.capture.recorder import Recorder
-from tests.capture.models import CachedAttention
+from tests.capture.models import CachedAttention, PreallocatedAttention
 from tests.tensors import randn
 
 TEXT = randn(2, 9, 16)
@@ -51,6 +51,30 @@ def test_rows_of_all_steps_form_one_matrix(steps: list[int]) -> None:
     x = randn(9, 3)
     torch.testing.assert_close(layer @ x, truth(model) @ x, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(layer.entropy(), torch.special.entr(truth(model)).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keep", ["lazy", foci.Keep()])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("steps", [[5, 1, 1, 1, 1], [4, 3, 2], [1] * 9])
+def test_a_cache_may_be_written_in_place(steps: list[int], keep: Any, mode: Any) -> None:
+    torch.manual_seed(0)
+    with mode():
+        model = PreallocatedAttention()
+        layer = generated(model, steps, keep=keep)["L0"]
+    entropy = torch.special.entr(truth(attention())).sum(-1)
+    torch.testing.assert_close(layer.entropy(), entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer.norms(), model.split(TEXT)[2].norm(dim=-1))
+
+
+def test_earlier_keys_changed_in_place_are_refused() -> None:
+    model = PreallocatedAttention()
+
+    def change(*call: Any) -> None:
+        model.cache[0, :, :, 2] += 1
+
+    model.register_forward_pre_hook(change)
+    with pytest.raises(ValueError, match="earlier keys differ"):
+        generated(model, [5, 1])
 
 
 @pytest.mark.parametrize("keep", ["lazy", foci.Keep()])
