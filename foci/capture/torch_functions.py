@@ -72,6 +72,9 @@ def handle_foci_attention(
     recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> Any:
     """`foci.attention`."""
+    if not all(isinstance(each, Tensor) for each in args):
+        # It raises its own error.
+        return func(*args, **kwargs)
     returns_weights = kwargs.get("return_weights", False)
     is_recorded, ablated = recorder.count_and_check(name, *args), recorder.heads_to_ablate(name)
     if not is_recorded:
@@ -127,6 +130,9 @@ class SdpaCall:
     ) -> SdpaCall:
         if query.is_nested or key.is_nested:
             raise ValueError("query and key must be plain tensors, got nested ones: pad them")
+        if min(query.dim(), key.dim(), value.dim()) < (2 if query.dim() < 4 else 3):
+            dims = f"{query.dim()}, {key.dim()} and {value.dim()}"
+            raise ValueError(f"query, key and value must have 2 or more dimensions, and heads if query has, got {dims}")
         if not enable_gqa and query.dim() > 3 and query.shape[-3] != key.shape[-3] != 1:
             raise ValueError(f"key must have {query.shape[-3]} heads without enable_gqa, got {key.shape[-3]}")
         heads = query.shape[-3:-2] if query.dim() > 3 else ()
@@ -231,9 +237,9 @@ def handle_softmax(
 
 
 def read_plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Any,
+    key: Any,
+    value: Any,
     *,
     score: Any,
     mask: Any,
@@ -243,6 +249,8 @@ def read_plain_attention(
 ) -> PlainArguments | None:
     """The arguments of `foci.attention` if they are the most common ones."""
     if return_weights or dropout or score is not DEFAULT_SCORE or any(each is not None for each in others.values()):
+        return None
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return None
     return query, key, value, mask
 
@@ -258,7 +266,8 @@ def read_plain_sdpa(
     enable_gqa: bool = False,
 ) -> PlainArguments | None:
     """The arguments of F.scaled_dot_product_attention if they are the most common ones."""
-    if attn_mask is not None or dropout_p or (scale is not None and scale != query.shape[-1] ** -0.5):
+    width = query.shape[-1] if query.dim() else 0
+    if attn_mask is not None or dropout_p or (scale is not None and (not width or scale != width**-0.5)):
         return None
     if find_decomposing_class(query) is not None:
         return None

@@ -133,6 +133,29 @@ def test_errors_are_those_of_pytorch() -> None:
         assert str(found.value) == str(expected.value)
 
 
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_shapes_that_cannot_be_recorded_run_as_without_the_block(scale: float | None) -> None:
+    model, q = Calls(F.scaled_dot_product_attention), randn(1, 2, 3, 4)
+    out, seen = seen_in(model, q, q[0, 0], q, scale=scale)
+    assert torch.equal(out, model(q, q[0, 0], q, scale=scale))
+    assert "query, key and value must have 2 or more dimensions" in seen.unseen[0]
+    for wrong in (q[0, 0, 0], q[0, 0, 0, 0]):
+        with pytest.raises(RuntimeError, match="at least 2 dimensional"), foci.watch(model):
+            model(wrong, wrong, wrong, scale=scale)
+    empty = randn(1, 2, 3, 0)
+    assert seen_in(model, empty, empty, empty, scale=scale)[0].shape == empty.shape
+
+
+def test_errors_of_foci_attention_are_the_same_inside_a_block() -> None:
+    q, model = randn(1, 2, 3, 4), Calls(foci.attention)
+    for wrong in (q.tolist(), q.numpy(), None):
+        with pytest.raises(TypeError, match="must be a tensor") as expected:
+            model(q, wrong, wrong)
+        with pytest.raises(TypeError) as found, foci.watch(model):
+            model(q, wrong, wrong)
+        assert str(found.value) == str(expected.value)
+
+
 def test_unsupported_calls_run_and_are_listed_as_unseen() -> None:
     nested = torch.nested.nested_tensor([torch.rand(2, 3, 4), torch.rand(2, 5, 4)], layout=torch.jagged).transpose(1, 2)
     model = Calls(F.scaled_dot_product_attention)
