@@ -9,6 +9,7 @@ import torch
 
 import foci
 from foci.record.history import History
+from foci.runtime.interception import KEY, is_key_included
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,6 +53,24 @@ def test_protocol_of_the_trainer(tmp_path: Path) -> None:
     assert history.heads == ["L0H0", "L0H1", "L1H0", "L1H1"]
     assert callback.monitor is not None
     assert callback.monitor.latest.histograms["L0"]["entropy"].sum(-1).tolist() == [16, 16]
+
+
+def test_a_training_after_one_that_was_interrupted() -> None:
+    model = build_model()
+    callback = foci.hf.MonitorCallback(every=1)
+    args, state = SimpleNamespace(output_dir=""), SimpleNamespace(global_step=0, is_world_process_zero=False)
+    for _ in range(2):
+        callback.on_train_begin(args, state, None, model=model)
+        assert not any(part._forward_pre_hooks for part in model.modules())
+        # Without the end of the step.
+        callback.on_step_begin(args, state, None)
+        model(torch.arange(6)[None])
+    callback.on_pre_optimizer_step(args, state, None)
+    callback.on_step_end(args, state, None)
+    assert not any(part._forward_pre_hooks for part in model.modules())
+    assert not is_key_included(KEY)
+    assert callback.monitor is not None
+    assert callback.monitor.latest.histograms["L0"]["entropy"].sum(-1).tolist() == [6, 6]
 
 
 def test_trainer_writes_the_history(tmp_path: Path) -> None:

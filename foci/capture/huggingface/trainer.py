@@ -28,6 +28,9 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self.monitor: Monitor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if self.monitor is not None:
+            # A training that ended with an error, or with Ctrl+C, leaves the block of its step open.
+            self.monitor.__exit__(RuntimeError, None, None)
         self.monitor = Monitor(model, every=self.every, step=state.global_step, **self.options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
