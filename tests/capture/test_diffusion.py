@@ -17,6 +17,7 @@ from foci.capture.cross_attention import ModuleInputs
 from foci.capture.generation_steps import CaptureError
 from foci.capture.torch_functions import SdpaCall
 from tests.capture.diffusion_models import CASES, TEXT, Case, make_pipeline, make_tokenizer
+from tests.tensors import randn
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: see CONTRIBUTING.md")
 
@@ -421,6 +422,19 @@ def test_a_change_of_the_latents_between_steps_is_recorded() -> None:
     limit = seen.nbytes // 2
     with pytest.raises(CaptureError, match="above limit"):
         record(case, model, latents, text, 4, keep=keep, limit=limit)
+
+
+def test_text_of_another_length_in_a_sequence_of_the_same_length() -> None:
+    """6 tokens of text behind 4 patches, then 4 tokens behind 6 patches."""
+    case = CASES["SD3"]
+    model = case.model()
+    channels, side = case.latents[1], model.config.patch_size
+    with torch.no_grad(), foci.watch(model, keep=foci.Keep(keys="text")) as seen:
+        for columns, words in ((2, 6), (2, 6), (3, 4), (3, 4)):
+            case.run(model, randn(1, channels, 2 * side, columns * side), randn(1, words, case.width))
+    for layer in seen.layers.values():
+        kept = [step.kept_keys for step in layer.steps.values()]
+        assert kept == [tuple(range(4, 10))] * 2 + [tuple(range(6, 10))] * 2
 
 
 class Attend(nn.Module):

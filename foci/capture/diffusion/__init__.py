@@ -56,6 +56,8 @@ class Denoising:
         self.inputs = DenoiserInput()
         # Whether the running pass is recorded and has the sizes of the step before.
         self.repeats_step = False
+        # Whether the running pass is recorded and was given something else than the recorded pass before.
+        self.has_other_inputs = False
         self.prompts: list[Prompt] = []
         # The rows of the prompt embeddings, without those of the negative prompt.
         self.rows: int | None = None
@@ -92,6 +94,9 @@ class Denoising:
                 self._begin_pass(module, args, kwargs)
                 if self.repeats_step:
                     recorder.repeat_pass()
+                if self.has_other_inputs and recorder.text_weights is not None:
+                    # A call of the same sizes may have its text elsewhere.
+                    recorder.text_weights.known_calls.clear()
 
         for denoiser in self.denoisers:
             hook_module(block, recorder, denoiser, note_pass, before=True, with_kwargs=True)
@@ -156,10 +161,11 @@ class Denoising:
         step = self._scheduler_steps if has_scheduler else self.step + 1
         self.is_recorded, self.step = step != self.step, step
         self._has_passed = True
-        self.repeats_step = False
+        self.repeats_step = self.has_other_inputs = False
         if self.is_recorded:
             before, self.inputs = self.inputs, read_inputs(module, args, kwargs)
-            self.repeats_step = self.inputs.has_all_sizes and self.inputs == before
+            self.has_other_inputs = self.inputs != before
+            self.repeats_step = self.inputs.has_all_sizes and not self.has_other_inputs
             if self.text is None and self.inputs.text_length and self.prompts:
                 self.text = read_prompt(self.prompts, self.inputs, type(module).__name__)
 
