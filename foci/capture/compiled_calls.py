@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,52 @@ def observe_compiled_calls(observe: Observer) -> Iterator[list[list[Tensor]]]:
         yield found
     finally:
         _computed = call_observer.observe = None
+
+
+class CompletePasses:
+    """The complete passes of a compiled model: drops the calls of other models, and those of passes that fail.
+
+    Other methods than forward, such as `generate`, run a model without its hooks: then no call is dropped.
+
+    Args:
+        computed: what was computed for each call so far.
+    """
+
+    def __init__(self, computed: list[list[Tensor]]) -> None:
+        self.computed = computed
+        # The number of calls in complete passes, and of those that were dropped.
+        self.calls = self.dropped = 0
+        self.has_begun = False
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Drops calls inside the block and at its end."""
+        if model._compiled_call_impl is not None:
+            # Its hooks would change its graph; those of other modules run outside of graphs.
+            yield
+            return
+        hooks = model.register_forward_pre_hook(self.begin, with_kwargs=True), model.register_forward_hook(self.end)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.has_begun:
+            self._drop_others()
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook."""
+        self.has_begun = True
+        self._drop_others()
+
+    def end(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        """A forward hook, which does not run after an error."""
+        self.calls = len(self.computed)
+
+    def _drop_others(self) -> None:
+        """Drops the calls since the last complete pass."""
+        self.dropped += len(self.computed) - self.calls
+        del self.computed[self.calls :]
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, NamedTuple
@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture.alerts import AttentionWarning
-from foci.capture.compiled_calls import Observer, find_device, is_compiled, make_observer, observe_compiled_calls
+from foci.capture.compiled_calls import (
+    CompletePasses,
+    Observer,
+    find_device,
+    is_compiled,
+    make_observer,
+    observe_compiled_calls,
+)
 from foci.capture.generation_steps import CaptureError
 from foci.capture.host_copy import HostCopier
 from foci.capture.model_structure import ModelStructure, read_structure
@@ -112,57 +119,37 @@ def watch_compiled(model: nn.Module, record: Record, keep: Keep, limit: int, tok
     """Fills a record with the statistics of the calls that a compiled model makes inside the block."""
     token_ids = TokenIds(tokenizer)
     record.filling = True
-    with ExitStack() as block:
-        computed = block.enter_context(observe_compiled_calls(make_statistics_observer(keep, find_device(model))))
-        # Hooks of a module that compiled itself would change its graph; those of others run outside.
-        passes = CompiledPasses(computed, token_ids) if model._compiled_call_impl is None else None
-        if passes is not None:
-            block.callback(model.register_forward_pre_hook(passes.begin, with_kwargs=True).remove)
-            block.callback(model.register_forward_hook(passes.end).remove)
-        yield
-        if passes is not None:
-            if passes.has_begun:
-                passes.drop_others()
-            record.notes += passes.describe()
-    record.filling = False
+    with observe_compiled_calls(make_statistics_observer(keep, find_device(model))) as computed:
+        passes = ReadPasses(computed, token_ids)
+        with passes.watch(model):
+            yield
+    record.notes += passes.describe()
     fill_compiled_record(record, keep, computed, limit, model, token_ids)
     record.labels.update(token_ids.build_labels())
+    record.filling = False
 
 
-class CompiledPasses:
-    """The complete passes of a compiled model: drops the calls of other passes and models, and reads the token ids.
-
-    Other methods than forward, such as `generate`, run the model without its hooks: then no call is dropped.
-
-    Args:
-        computed: what was computed for each call so far.
-        token_ids: collects the ids.
-    """
+class ReadPasses(CompletePasses):
+    """The complete passes of a compiled model, of which the token ids are read."""
 
     def __init__(self, computed: list[list[Tensor]], token_ids: TokenIds) -> None:
-        self.computed, self.token_ids = computed, token_ids
-        self.count = self.calls = self.dropped = 0
-        self.has_begun = False
+        super().__init__(computed)
+        self.token_ids = token_ids
+        self.count = 0
         self.ids: Tensor | None = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook; the token ids are the only integers (B, T) that the model is given."""
-        self.has_begun = True
-        self.drop_others()
+        """Finds the token ids, the only integers (B, T) that the model is given."""
+        super().begin(model, args, kwargs)
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() == 2]
         ids = [each for each in given if each.dtype in (torch.int32, torch.int64)]
         self.ids = ids[0] if len(ids) == 1 else None
 
     def end(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        """A forward hook, which does not run after an error."""
-        self.count, self.calls = self.count + 1, len(self.computed)
+        super().end(model, args, out)
+        self.count += 1
         if self.ids is not None:
             self.token_ids.add_explicit("input", self.ids, self.count)
-
-    def drop_others(self) -> None:
-        """Drops the calls since the last complete pass."""
-        self.dropped += len(self.computed) - self.calls
-        del self.computed[self.calls :]
 
     def describe(self) -> list[str]:
         """Remarks for the record."""

@@ -19,7 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foci.capture.alerts import DEFAULT_ALERTS, Alert, AttentionWarning, find_alerts, warn_about
-from foci.capture.compiled_calls import Observer, find_device, is_compiled, make_observer, observe_compiled_calls
+from foci.capture.compiled_calls import (
+    CompletePasses,
+    Observer,
+    find_device,
+    is_compiled,
+    make_observer,
+    observe_compiled_calls,
+)
 from foci.capture.head_selection import HeadSelection, parse_selection
 from foci.capture.recorder import Recorder
 from foci.capture.statistics_writers import write_statistics
@@ -149,6 +156,7 @@ class Monitor:
         if self.is_monitored and self.compiled and self.uncompiled is None:
             self._observer = self._observer or make_totals_observer(self.statistics, find_device(self.model))
             self._compiled_totals = self._block.enter_context(observe_compiled_calls(self._observer))
+            self._block.enter_context(CompletePasses(self._compiled_totals).watch(self.model))
         elif self.is_monitored:
             self._recorder = MonitorRecorder(self.model, self.statistics, self.layers)
             try:

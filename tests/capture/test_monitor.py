@@ -456,20 +456,52 @@ def test_compiled_models_with_other_masks_run_uncompiled() -> None:
     torch._dynamo.reset()
 
 
+class Repeating(nn.Module):
+    """A decoder that makes some calls of its first block once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = foci.nn.Decoder.from_name("tiny", vocabulary=50, dropout=0.0)
+        self.repeats = False
+
+    def forward(self, x: Tensor) -> Any:
+        if self.repeats:
+            self.decoder.blocks[0].attention(torch.ones(1, 4, 128))
+        return self.decoder(x)
+
+
 def test_a_compiled_step_with_other_calls_is_left_out() -> None:
-    model = foci.nn.Decoder.from_name("tiny", vocabulary=50, dropout=0.0)
+    model = Repeating()
     compiled, _ = compile_and_count(model)
     monitor = foci.Monitor(compiled, every=1, compiled=True)
     with monitor:
         output(compiled)
+    model.repeats = True
     monitor.__enter__()
     output(compiled)
-    foci.attention(*torch.randn(3, 1, 4, 8, 16))
     with pytest.warns(AttentionWarning, match="step 2 was not monitored: a compiled step made 3 attention calls"):
         monitor.__exit__(None, None, None)
     with monitor:
         output(compiled)
     assert [entry.step for entry in monitor.log()] == [1, 3]
+    torch._dynamo.reset()
+
+
+def test_calls_of_a_teacher_in_a_compiled_step_are_not_counted() -> None:
+    student, teacher = (foci.nn.Decoder.from_name("tiny", vocabulary=50, dropout=0.0) for _ in range(2))
+    compiled, _ = compile_and_count(student)
+    monitor, plain = foci.Monitor(compiled, every=1, compiled=True), foci.Monitor(student, every=1)
+    for _ in range(2):
+        with monitor:
+            output(teacher)
+            output(compiled)
+            output(teacher)
+        with plain:
+            output(student)
+    assert monitor.uncompiled is None
+    for entry, expected in zip(monitor.log(), plain.log(), strict=True):
+        for layer, values in expected.layers.items():
+            torch.testing.assert_close(entry.layers[layer], values, rtol=1e-5, atol=1e-5)
     torch._dynamo.reset()
 
 
