@@ -183,3 +183,18 @@ def words_and_sound() -> Record:
     labels = replace(labels, sounds=sounds, rate=rate, seconds=seconds)
     layers = {f"layers.{i}": Layer(f"layers.{i}", index=i, matrix=rows[None]) for i in range(2)}
     return Record(layers, {"input": labels}, model="AudioLanguage", calls=2)
+
+
+def words_and_spectrograms() -> Record:
+    """The same text; of the recording, only the spectrogram that the model read is known, in two parts."""
+    record = words_and_sound()
+    pictures = [torch.zeros(8, 40, 3, dtype=torch.uint8) for _ in range(2)]
+    # A low sound, then a high one.
+    pictures[0][-1] = pictures[1][0] = 255
+    texts = list(record.labels["input"].texts[0])
+    segments = [
+        Segment("frames", start=5 + 4 * n, columns=4, frame=4 * n or None, picture=n, seconds=0.1) for n in range(2)
+    ]
+    texts[5:13] = [""] * 8
+    labels = Labels.tokens([texts]).with_segments(segments, pictures)
+    return Record(record.layers, {"input": labels}, model="AudioLanguage", calls=2)

@@ -298,6 +298,26 @@ def test_a_sound_among_words(width: int, look: Look) -> None:
         assert tab.evaluate("document.documentElement.scrollWidth") == width
 
 
+def test_a_spectrogram_without_a_recording_lights_up(look: Look) -> None:
+    with look(records.words_and_spectrograms()) as tab:
+        assert tab.get_by_role("tab", selected=True).inner_text() == "Sound"
+        assert not tab.locator("audio").is_visible()
+        words = tab.locator(".soundview .chip")
+        assert words.all_inner_texts() == ["What", "do", "you", "hear", "?", "First", "low", ",", "then", "high", "."]
+        canvas = tab.locator("canvas.sound")
+        script = """(canvas, [x, y]) => canvas.getContext("2d")
+            .getImageData(canvas.width * x, canvas.height * y, 1, 1).data.slice(0, 3).reduce((a, b) => a + b)"""
+        words.get_by_text("high").hover()
+        settle(tab)
+        # Half-way up, where neither of the two sounds is.
+        assert canvas.evaluate(script, [0.3, 0.4]) < canvas.evaluate(script, [0.7, 0.4])
+        words.get_by_text("low").hover()
+        settle(tab)
+        assert canvas.evaluate(script, [0.3, 0.4]) > canvas.evaluate(script, [0.7, 0.4])
+        # The low sound lies at the bottom.
+        assert canvas.evaluate(script, [0.3, 0.6]) > canvas.evaluate(script, [0.3, 0.1])
+
+
 def test_a_sound_is_saved_with_its_record(tmp_path: Path) -> None:
     record_sound().save(tmp_path / "x.foci")
     loaded, made = Record.load(tmp_path / "x.foci").labels["source"], record_sound().labels["source"]

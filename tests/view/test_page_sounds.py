@@ -8,7 +8,7 @@ import torch
 
 from foci.record.record import Record
 from foci.view.page import document
-from foci.view.page.sounds import compute_spectrogram
+from foci.view.page.sounds import compute_spectrogram, join_pictures
 from tests.view import records
 from tests.view.pages import decode_array, read_payload
 
@@ -43,6 +43,30 @@ def test_frames_among_tokens_have_their_recording() -> None:
     labels = replace(record.labels["input"], segments=())
     alone = Record(record.layers, {"input": labels}, model="AudioLanguage")
     assert read_payload(document.render_html(alone))[0]["labels"][0]["sound"] is None
+
+
+def test_the_spectrogram_that_a_model_read_is_shown_without_its_recording() -> None:
+    header, arrays = read_payload(document.render_html(records.words_and_spectrograms()))
+    (found,) = header["labels"]
+    assert (found["spectrogram"], found["sound"], found["seconds"]) == (True, None, 0.1)
+    assert found["frames"] == [[*range(5, 13)]]
+    (picture,) = decode_array(header, arrays, "spectrogram.0")
+    assert picture.shape == (64, 80)
+    # The lowest band comes first.
+    assert picture[0, :40].tolist() == picture[-1, 40:].tolist() == [255] * 40
+    assert int(picture[0, 40:].max()) == int(picture[-1, :40].max()) == 0
+
+
+def test_a_spectrogram_of_one_of_two_sequences() -> None:
+    labels = records.words_and_spectrograms().labels["input"]
+    both = replace(labels, texts=labels.texts * 2, words=None)
+    first, second = join_pictures(both, 2)
+    assert first.shape == second.shape
+    assert int(first.max()) == 255
+    assert int(second.max()) == 0
+    # Without times, nothing says where a frame lies.
+    bare = replace(labels, segments=tuple(replace(each, seconds=None) for each in labels.segments))
+    assert join_pictures(bare, 1) == []
 
 
 def test_frames_among_tokens_are_saved(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from foci.record.metrics import HEAD_SCORES
 from foci.record.record import Record
 from foci.view.page.arrays import PackedArrays
 from foci.view.page.images import add_blocks, add_pictures, add_steps, describe_images
-from foci.view.page.sounds import add_sounds
+from foci.view.page.sounds import add_sounds, find_frame_seconds
 from foci.view.page.vectors import add_vectors, count_vector_numbers, describe_score
 from foci.view.selection import list_layers, select_default_head, select_default_query, select_word_of_image
 from foci.view.units import display_texts
@@ -287,9 +287,11 @@ def describe_labels(
     arrays: PackedArrays, number: int, labels: Labels, max_sequences: int, drawn: set[str]
 ) -> dict[str, Any]:
     """Describe the labels of a sequence; long texts are cut."""
-    add_sounds(arrays, number, labels, max_sequences)
+    is_heard = add_sounds(arrays, number, labels, max_sequences)
     sequences = range(min(max_sequences, labels.batch))
-    frames = [[] if labels.sounds is None else labels.list_frames(i) for i in sequences]
+    frames = [labels.list_frames(i) if is_heard else [] for i in sequences]
+    is_heard = is_heard and (labels.kind == "frames" or any(frames))
+    seconds = find_frame_seconds(labels)
     return {
         "kind": labels.kind,
         "texts": [
@@ -299,9 +301,10 @@ def describe_labels(
         "words": None if labels.words is None else [list(words) for words in labels.words[:max_sequences]],
         "images": describe_images(labels, number, max_sequences, drawn),
         "leading": labels.leading,
-        "seconds": labels.seconds if labels.seconds is not None and math.isfinite(labels.seconds) else None,
-        # The samples per second of the recording.
-        "sound": labels.rate if labels.sounds is not None and (labels.kind == "frames" or any(frames)) else None,
+        "seconds": seconds if seconds is not None and math.isfinite(seconds) else None,
+        "spectrogram": is_heard,
+        # The samples per second of the recording; None if only its spectrogram is known.
+        "sound": labels.rate if is_heard and labels.sounds is not None else None,
         # Among tokens, the positions of the frames of the recording; None if all positions are.
         "frames": None if labels.kind == "frames" else frames,
     }

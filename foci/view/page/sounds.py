@@ -1,4 +1,7 @@
-"""Encodes the recordings of a record for the page: samples to play, and a spectrogram to look at."""
+"""Encodes the recordings of a record for the page: samples to play, and a spectrogram to look at.
+
+Of a recording among tokens whose samples are not known, there is the spectrogram that the model read.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,45 @@ WINDOW_SAMPLES = (128, 2048)
 RANGE = 60.0
 
 
-def add_sounds(arrays: PackedArrays, number: int, labels: Labels, max_sequences: int) -> None:
-    """Add the recordings of labels: samples (sequences, N) and spectrograms (sequences, rows, columns)."""
-    if labels.sounds is None or labels.rate is None:
-        return
-    sounds = labels.sounds[:max_sequences].cpu()
-    arrays.add(f"sound.{number}", sounds.int() & 0xFFFF, "u2")
-    spectrograms = [compute_spectrogram(samples, labels.rate) for samples in sounds]
-    arrays.add(f"spectrogram.{number}", torch.stack(spectrograms), "u1")
+def add_sounds(arrays: PackedArrays, number: int, labels: Labels, max_sequences: int) -> bool:
+    """Add the recordings of labels: samples (sequences, N) and spectrograms (sequences, rows, columns).
+
+    Returns whether there are any.
+    """
+    if labels.sounds is not None and labels.rate is not None:
+        sounds = labels.sounds[:max_sequences].cpu()
+        arrays.add(f"sound.{number}", sounds.int() & 0xFFFF, "u2")
+        spectrograms = [compute_spectrogram(samples, labels.rate) for samples in sounds]
+    else:
+        spectrograms = join_pictures(labels, min(max_sequences, labels.batch))
+    if spectrograms:
+        arrays.add(f"spectrogram.{number}", torch.stack(spectrograms), "u1")
+    return bool(spectrograms)
+
+
+def join_pictures(labels: Labels, sequences: int) -> list[Tensor]:
+    """Join the spectrograms that a model read in each sequence: uint8 (rows, columns), the lowest sounds first."""
+    parts = [each for each in labels.segments if each.kind == "frames" and each.sequence < sequences]
+    if not parts or find_frame_seconds(labels) is None or any(each.picture is None for each in parts):
+        return []
+    size = MAX_ROWS, min(MAX_COLUMNS, max(labels.pictures[each.picture or 0].shape[1] for each in parts) * len(parts))
+    joined = []
+    for sequence in range(sequences):
+        pictures = [labels.pictures[each.picture or 0] for each in parts if each.sequence == sequence]
+        bands = [stretch(each[..., 0].flip(0).float(), MAX_ROWS, each.shape[1]) for each in pictures]
+        grey = torch.cat(bands, 1) if bands else torch.zeros(1, 1)
+        joined.append(stretch(grey, *size).round().to(torch.uint8))
+    return joined
+
+
+def stretch(picture: Tensor, rows: int, columns: int) -> Tensor:
+    return torch.nn.functional.interpolate(picture[None, None], (rows, columns), mode="area")[0, 0]
+
+
+def find_frame_seconds(labels: Labels) -> float | None:
+    """Find the seconds of a frame, which segments among tokens may have; None if they are not known or differ."""
+    known = {each.seconds for each in labels.segments if each.kind == "frames"}
+    return labels.seconds if labels.seconds is not None or len(known) != 1 else known.pop()
 
 
 def compute_spectrogram(samples: Tensor, rate: int) -> Tensor:

@@ -33,7 +33,7 @@ const VIEWS = [
   ["lines", "Lines", LinesView, () => true],
   ["align", "Alignment", AlignView, (store) => store.layers.some((layer) => !layer.self)],
   ["image", "Image", ImageView, (store) => store.header.labels.some(hasImages)],
-  ["sound", "Sound", SoundView, (store) => store.header.labels.some((labels) => labels.sound)],
+  ["sound", "Sound", SoundView, (store) => store.header.labels.some((labels) => labels.spectrogram)],
   ["steps", "Steps", StepsView, (store) => store.header.prompt !== null || store.layers.some((layer) => !layer.self)],
   ["compute", "How it is computed", ComputeView, () => true],
   ["rollout", "Rollout", RolloutView, (store) => store.layers.some((layer) => layer.self)],
@@ -263,7 +263,7 @@ function defaults(store) {
   const [queries, keys] = ["queries", "keys"].map((side) => store.labels(layer, side));
   return {
     // An image opens in the image view, a recording in the sound view.
-    view: hasImages(keys) || hasImages(queries) ? "image" : keys.sound ? "sound" : "text",
+    view: hasImages(keys) || hasImages(queries) ? "image" : keys.spectrogram ? "sound" : "text",
     heads: [head],
     chosen: [query],
     direction,

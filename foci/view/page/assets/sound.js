@@ -1,5 +1,6 @@
 // A recording as a spectrogram and a waveform, and the words that were heard. Pointing at a word lights up the time that
-// it attends to; pointing at a time tints the words that attend to it. The frames may lie among the words.
+// it attends to; pointing at a time tints the words that attend to it. The frames may lie among the words; then the
+// spectrogram may be all that is known.
 
 import { button, cssColor, draw, make, oncePerFrame, onPress, prepareCanvas } from "./dom.js";
 import { createScale, formatPercent, shade, textColor } from "./colors.js";
@@ -30,8 +31,8 @@ export class SoundView {
     });
     this.frame = make("div", { class: "soundframe" }, this.canvas);
     this.chips = make("div", { class: "chips" });
-    const tools = make("div", { class: "tools" }, this.audio, this.note, createAnswer(store));
-    this.element = make("section", { class: "view soundview", "aria-label": "Sound" }, tools, this.chips, this.frame);
+    this.tools = make("div", { class: "tools" }, this.audio, this.note, createAnswer(store));
+    this.element = make("section", { class: "view soundview", "aria-label": "Sound" }, this.tools, this.chips, this.frame);
     this.redraw = oncePerFrame(() => this.render());
     new ResizeObserver(this.redraw).observe(this.frame);
     this.canvas.addEventListener("pointermove", (event) => this.point(this.frameAt(event)));
@@ -44,7 +45,7 @@ export class SoundView {
 
   // The axis of the layer that has a recording, its labels and the positions of its frames; null if there is none.
   sounding(layer) {
-    const side = ["keys", "queries"].find((one) => this.store.labels(layer, one).sound);
+    const side = ["keys", "queries"].find((one) => this.store.labels(layer, one).spectrogram);
     if (!side) return null;
     const labels = this.store.labels(layer, side);
     const frames = labels.frames?.[this.state.seq] ?? null;
@@ -132,7 +133,10 @@ export class SoundView {
     const found = this.sounding(focus.layer);
     this.note.textContent = found ? "" : "This head does not attend to the recording: select one that does.";
     this.updateWords(found && (!focus.layer.self || found.frames) ? found : null);
-    if (found && this.loaded !== this.state.seq) {
+    const isPlayed = Boolean(found?.labels.sound);
+    this.audio.hidden = !isPlayed;
+    this.tools.hidden = !isPlayed && found && !this.store.header.answer;
+    if (isPlayed && this.loaded !== this.state.seq) {
       this.loaded = this.state.seq;
       this.audio.src = URL.createObjectURL(encodeWav(this.samples(found.labels), found.labels.sound));
     }
@@ -201,12 +205,12 @@ export class SoundView {
     const seconds = found.count * found.labels.seconds;
     this.drawSpectrogram(pen, upper, found.labels, seconds);
     this.forEachFrame(upper, found, (level, frame) => lightUp(pen, frame, level));
-    drawFrequency(pen, upper, found.labels.sound / 2, getComputedStyle(this.canvas).fontFamily);
+    drawFrequency(pen, upper, found.labels.sound, getComputedStyle(this.canvas).fontFamily);
     this.forEachFrame(lower, found, (level, frame) => {
       pen.fillStyle = shade(this.focus.to ? "to" : "from", 0.75 * level);
       pen.fillRect(...frame);
     });
-    drawWave(pen, lower, this.samples(found.labels), seconds * found.labels.sound);
+    if (found.labels.sound) drawWave(pen, lower, this.samples(found.labels), seconds * found.labels.sound);
     this.drawChosen(pen, box, found);
     drawTimes(pen, box, seconds, getComputedStyle(this.canvas).fontFamily);
     this.drawPosition(pen, box, seconds);
@@ -215,7 +219,7 @@ export class SoundView {
   // The recording may end before or after the last frame.
   drawSpectrogram(pen, { x, y, width, height }, labels, seconds) {
     const picture = this.spectrogram(labels);
-    const heard = this.samples(labels).length / labels.sound;
+    const heard = labels.sound ? this.samples(labels).length / labels.sound : seconds;
     pen.fillStyle = DARK;
     pen.fillRect(x, y, width, height);
     pen.imageSmoothingEnabled = true;
@@ -282,12 +286,12 @@ function drawWave(pen, { x, y, width, height }, samples, length) {
   }
 }
 
-// The highest and the lowest frequency, at the left edge.
-function drawFrequency(pen, { x, y, height }, highest, family) {
+// The highest and the lowest frequency, at the left edge; the bands that a model reads have none in Hz.
+function drawFrequency(pen, { x, y, height }, rate, family) {
   Object.assign(pen, { font: `11px ${family}`, fillStyle: "#e8e6df", textAlign: "left", textBaseline: "top" });
-  pen.fillText(`${Number((highest / 1000).toPrecision(3))} kHz`, x + 5, y + 5);
+  pen.fillText(rate ? `${Number((rate / 2000).toPrecision(3))} kHz` : "highest band", x + 5, y + 5);
   pen.textBaseline = "bottom";
-  pen.fillText("0 Hz", x + 5, y + height - 4);
+  pen.fillText(rate ? "0 Hz" : "lowest band", x + 5, y + height - 4);
 }
 
 function drawTimes(pen, { x, y, width, height }, seconds, family) {
