@@ -130,12 +130,12 @@ def words_and_images(images: int = 1, frames: int = 0, pictures: bool = True, he
     return Record(layers, {"input": labels.with_segments(segments, shown)}, model="VisionLanguage", calls=2)
 
 
-def mirrored_images() -> tuple[Record, Record]:
-    """The same text on two pictures; in the second, “shoe” attends to the first patch, and “red” to the patch 1,1."""
-    first, second = words_and_images(), words_and_images()
+def mirrored_images(frames: int = 0) -> tuple[Record, Record]:
+    """The same text on two pictures or videos; in the second, each word attends to the patch at the other end."""
+    first, second = words_and_images(frames=frames), words_and_images(frames=frames)
     labels = second.labels["input"]
-    second.label(replace(labels, pictures=(255 - labels.pictures[0],)))
-    patches = labels.segments[0].positions.flatten()
+    second.label(replace(labels, pictures=tuple(255 - picture for picture in labels.pictures)))
+    patches = torch.cat([segment.positions.flatten() for segment in labels.segments])
     for layer in second.layers.values():
         assert layer.matrix is not None
         layer.matrix[..., patches] = layer.matrix[..., patches.flip(0)]

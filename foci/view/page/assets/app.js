@@ -44,6 +44,8 @@ function hasImages(labels) {
 }
 
 const WITHOUT_LIST = new Set(["compare", "heads", "compute", "rollout"]);
+// The views that show single denoising steps.
+const WITH_STEPS = new Set(["image", "compare"]);
 const MAP_POSITION = new Set(["x", "y", "zoom"]);
 
 export class App {
@@ -165,9 +167,8 @@ export class App {
     if (changed && this.focus && [...changed].every((name) => MAP_POSITION.has(name))) {
       return this.current.update(this.focus, changed);
     }
-    // Only the image view shows single denoising steps.
     const { denoise, view } = this.state;
-    this.store.setStep(view === "image" ? this.store.header.steps[denoise - 1] ?? null : null);
+    this.store.setStep(WITH_STEPS.has(view) ? this.store.header.steps[denoise - 1] ?? null : null);
     const focus = computeFocus(this.store, this.state);
     this.focus = focus;
     this.picker.update();

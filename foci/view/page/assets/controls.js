@@ -1,6 +1,6 @@
 // The second line of the page: direction, color scale, words or tokens, sinks, and sequence.
 
-import { choice, make, toggle } from "./dom.js";
+import { choice, labelled, make, toggle } from "./dom.js";
 import { formatPercent } from "./colors.js";
 import { SINKS } from "./store.js";
 
@@ -11,8 +11,6 @@ export class Controls {
     this.switches = [...this.choices(setDirection), ...this.toggles()];
     this.sinkShare = make("span", { class: "sinkshare", title: SINKS });
     const [direction, scale, ...toggles] = this.switches;
-    const labelled = (text, control) =>
-      make("span", { class: "labelled" }, make("span", { class: "label" }, text), control);
     const parts = [labelled("color by", direction), labelled("scale", scale), ...toggles, this.sinkShare];
     if (store.header.sequences > 1) parts.unshift(labelled("sequence", this.sequences()));
     this.element = make("div", { class: "controls", role: "toolbar", "aria-label": "Display options" }, ...parts);
@@ -38,10 +36,9 @@ export class Controls {
   toggles() {
     const { state } = this;
     const flip = (name) => () => state.set({ [name]: !state[name] });
-    const words = toggle("words", "Add up the tokens of each word (w)", () => state.words, flip("words"));
-    words.hidden = !this.hasWords;
+    this.words = toggle("words", "Add up the tokens of each word (w)", () => state.words, flip("words"));
     this.hideSinks = toggle("hide sinks", `${SINKS} (s)`, () => state.hideSinks, flip("hideSinks"));
-    return [words, this.hideSinks];
+    return [this.words, this.hideSinks];
   }
 
   sequences() {
@@ -55,7 +52,10 @@ export class Controls {
   update(focus) {
     for (const part of this.switches) part.refresh();
     if (this.sequence) this.sequence.value = String(this.state.seq);
-    const shown = this.store.canHaveSinks(focus.layer);
+    // Two records are compared token by token, with their sinks.
+    const isCompared = this.state.view === "compare";
+    this.words.hidden = !this.hasWords || isCompared;
+    const shown = this.store.canHaveSinks(focus.layer) && !isCompared;
     this.hideSinks.hidden = this.sinkShare.hidden = !shown;
     if (shown) this.sinkShare.textContent = describeSinks(focus, this.state.hideSinks);
   }

@@ -1,6 +1,7 @@
 // Creates elements from names, attributes and texts. Texts become text nodes: model output is never parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
+const LEGEND_COLORS = 48;
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -52,6 +53,29 @@ export function toggle(label, title, isOn, flip) {
   element.refresh = () => element.setAttribute("aria-checked", String(isOn()));
   element.refresh();
   return element;
+}
+
+// A range of numbers; choose(value) is called while it moves.
+export function slider(name, min, max, step, choose) {
+  return make("input", {
+    type: "range", min, max, step, "aria-label": name, oninput: (event) => choose(Number(event.target.value)),
+  });
+}
+
+export function labelled(text, ...controls) {
+  return make("span", { class: "labelled" }, make("span", { class: "label" }, text), ...controls);
+}
+
+// A legend: a title, a strip of colors and their weights; color(t) for t from 0 to 1.
+export function legendParts(title, color, ticks) {
+  const strip = make("div", { class: "strip" });
+  for (let i = 0; i < LEGEND_COLORS; i++) {
+    const cell = make("span");
+    cell.style.backgroundColor = color(i / (LEGEND_COLORS - 1));
+    strip.append(cell);
+  }
+  const texts = ticks.map((text) => make("span", {}, text));
+  return [make("div", { class: "legend-title" }, title), strip, make("div", { class: "ticks" }, ...texts)];
 }
 
 // For elements that are replaced while the pointer is over them: a click is lost if its element is gone when the button

@@ -1,14 +1,14 @@
 // The words of a text and the images that they attend to. Pointing at a word lights up the patches that it looks at;
 // pointing at a patch lights up the words that look at it. A vision model has its class token and registers as words.
 
-import { choice, cssColor, draw, make, onPress, prepareCanvas, oncePerFrame } from "./dom.js";
+import { choice, cssColor, draw, labelled, make, onPress, prepareCanvas, oncePerFrame, slider } from "./dom.js";
 import { formatPercent, createScale, shade, textColor } from "./colors.js";
 import { addUnitWeights, describeHeads, getUnits } from "./focus.js";
 import {
-  DARK, MAX_DARKNESS, drawGrid, forEachCell, frameBox, layOut, lightUp, listFrames, patchAt, patchBox, readPicture,
-  shownSegments,
+  DARK, MAX_DARKNESS, drawGrid, forEachCell, frameBox, layOut, lightUp, patchAt, patchBox, readPicture, shownSegments,
 } from "./gridmaps.js";
 import { createAnswer } from "./answer.js";
+import { StepsAndFrames } from "./sliders.js";
 import { focusCsv, svgSheet } from "./export.js";
 
 const MAX_WORDS = 600;
@@ -77,12 +77,10 @@ export class ImageView {
       state.set({ heads: [named ? next.names[Math.min(this.focus.heads[0].head, next.heads - 1)] : next.label] });
     };
     this.layer = slider("Layer", this.canAverage ? 0 : 1, withImages.length, 1, chooseLayer);
-    this.step = slider("Denoising step", 0, store.header.steps.length, 1, (denoise) => state.set({ denoise }));
-    this.video = slider("Frame", 0, 0, 1, (frame) => state.set({ frame }));
-    const rows = [["layer", this.layer], ["denoising step", this.step], ["frame", this.video]];
-    this.values = rows.map(() => make("output", { class: "value" }));
-    this.rows = rows.map(([name, input], n) => labelled(name, input, this.values[n]));
-    this.sliders.append(...this.rows);
+    this.layerName = make("output", { class: "value" });
+    this.layerRow = labelled("layer", this.layer, this.layerName);
+    this.stepsAndFrames = new StepsAndFrames(store, state);
+    this.sliders.append(this.layerRow, ...this.stepsAndFrames.rows);
   }
 
   // The layers with the same queries and keys as the selected one, whose weights can be averaged.
@@ -93,21 +91,11 @@ export class ImageView {
 
   updateSliders({ layer, heads }) {
     const { store, state } = this;
-    const { steps, totalSteps } = store.header;
-    const frames = this.side ? Math.max(...store.images(layer, this.side, state.seq).map(
-      ({ segments }) => listFrames(segments).length,
-    )) : 0;
-    this.rows[0].hidden = this.layers.length < 2;
-    this.rows[1].hidden = !steps.length;
-    this.rows[2].hidden = frames < 2;
-    this.sliders.hidden = this.rows.every((row) => row.hidden);
+    const isShown = this.stepsAndFrames.update(this.side ? store.images(layer, this.side, state.seq) : []);
+    this.layerRow.hidden = this.layers.length < 2;
+    this.sliders.hidden = this.layerRow.hidden && !isShown;
     this.layer.value = String(countLayers(heads) > 1 ? 0 : this.layers.indexOf(layer) + 1);
-    this.values[0].textContent = describeHeads(heads, store);
-    this.step.value = String(state.denoise);
-    this.values[1].textContent = state.denoise ? `${steps[state.denoise - 1] + 1} of ${totalSteps}` : `mean of ${totalSteps}`;
-    this.video.max = String(Math.max(0, frames - 1));
-    this.video.value = String(state.frame);
-    this.values[2].textContent = `${Math.min(state.frame, frames - 1) + 1} of ${frames}`;
+    this.layerName.textContent = describeHeads(heads, store);
     this.opacity.value = String(state.opacity);
     this.fixing.refresh();
   }
@@ -467,16 +455,6 @@ export class ImageView {
   csv(focus) {
     return focusCsv(focus);
   }
-}
-
-function slider(name, min, max, step, choose) {
-  return make("input", {
-    type: "range", min, max, step, "aria-label": name, oninput: (event) => choose(Number(event.target.value)),
-  });
-}
-
-function labelled(text, ...controls) {
-  return make("span", { class: "labelled" }, make("span", { class: "label" }, text), ...controls);
 }
 
 function countLayers(heads) {

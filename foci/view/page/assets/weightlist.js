@@ -1,16 +1,19 @@
 // The panel beside the view: the largest weights as numbers, facts about the row, and the legend.
 
-import { make, button } from "./dom.js";
+import { make, button, legendParts } from "./dom.js";
 import { formatPercent, createScale, shade } from "./colors.js";
 import { clipText } from "./tokens.js";
 import { rankUnits } from "./focus.js";
+import { listFrames } from "./gridmaps.js";
 import { SINKS } from "./store.js";
 
 const ENTROPY = "How spread out the attention is. In nats: 0 = one key, ln n = uniform over n keys";
 const RECEIVED = "The sum of the weights that all queries give to this token; 1 is the average";
 const LEARNED_SINK = "The model has a parameter that takes a share of the attention without being a token";
 const TOP_KEYS = "This file has only the largest weights of each query; they add up to this share";
-const COLUMN_NAMES = { tokens: "token", patches: "patch (row,column)", frames: "time", positions: "position" };
+const COLUMN_NAMES = {
+  tokens: "token", patches: "patch (row,column)", video: "patch (frame:row,column)", frames: "time", positions: "position",
+};
 const SHORT_LIST = 14;
 const LONG_LIST = 100;
 
@@ -57,7 +60,10 @@ export class WeightList {
     this.title.replaceChildren(...title);
     this.caption.textContent = `${columns} in ${focus.name}, largest weight first`;
     this.table.hidden = !focus.picks.length;
-    this.table.tHead.rows[0].cells[1].textContent = COLUMN_NAMES[focus.kinds[focus.other]];
+    const hasFrames = this.store.images(focus.layer, focus.other, this.state.seq).some(
+      ({ segments }) => listFrames(segments).length);
+    const kind = focus.kinds[focus.other];
+    this.table.tHead.rows[0].cells[1].textContent = COLUMN_NAMES[kind === "patches" && hasFrames ? "video" : kind];
     const largest = order.length ? focus.units[order[0]] : 0;
     const scale = createScale(this.state.scale, focus.units, focus.uniform);
     this.body.replaceChildren(...order.map((u, n) => this.row(u, n, focus, scale, largest)));
@@ -67,7 +73,6 @@ export class WeightList {
     this.facts.replaceChildren(...this.listFacts(focus));
     this.legend.hidden = !legend && !scale.largest;
     this.drawLegend(
-      focus,
       legend ?? {
         scale,
         direction: focus.to ? "to" : "from",
@@ -128,16 +133,9 @@ export class WeightList {
   }
 
   // `color(t)` replaces the ramp of the direction.
-  drawLegend(focus, { scale, direction = "to", title, color = null }) {
-    const strip = make("div", { class: "strip" });
-    for (let i = 0; i < 48; i++) {
-      const cell = make("span");
-      cell.style.backgroundColor = color ? color(i / 47) : shade(direction, i / 47);
-      strip.append(cell);
-    }
-    const ticks = make("div", { class: "ticks" });
-    for (const [, text] of scale.ticks) ticks.append(make("span", {}, text));
-    this.legend.replaceChildren(make("div", { class: "legend-title" }, `${title} · ${scale.mode}`), strip, ticks);
+  drawLegend({ scale, direction = "to", title, color = null }) {
+    const colors = color ?? ((t) => shade(direction, t));
+    this.legend.replaceChildren(...legendParts(`${title} · ${scale.mode}`, colors, scale.ticks.map(([, text]) => text)));
   }
 }
 
