@@ -233,7 +233,7 @@ class Comparison:
         """Saves the comparison by the suffix of the path: .html a page, .png, .svg, .pdf the matrices of a head.
 
         `head=` chooses the head, which is otherwise the one that changed most; `word=` draws where in both images a
-        word looks.
+        word looks, `frame=` in one frame of both videos.
         """
         suffix = parse_suffix(path, *PICTURE_SUFFIXES)
         if suffix == ".html":

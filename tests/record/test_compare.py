@@ -209,5 +209,26 @@ def test_the_figure_of_a_word_has_its_maps(tmp_path: Path) -> None:
         comparison.save(tmp_path / "x.png", word="hat")
     with pytest.raises(ValueError, match="the record must have image patches among its keys, got none"):
         foci.compare(make(SHORT), make(SHORT, 1)).save(tmp_path / "x.png", word="soup")
-    with pytest.raises(TypeError, match="options of a figure must be head, word, image and dpi, got words"):
+    with pytest.raises(TypeError, match="options of a figure must be head, word, image, frame and dpi, got words"):
         comparison.save(tmp_path / "x.png", words=["shoe"])
+
+
+def test_the_figure_of_a_word_shows_a_frame_of_both_videos(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from foci.view.figures.comparison import plot_compared_maps
+
+    before, after = records.mirrored_images(frames=3)
+    comparison, expected = foci.compare(before, after), before.image_map("shoe", layer=0, head=1)
+    for frame in (None, 0, 2):
+        ax = plot_compared_maps(comparison, "shoe", head="L0H1", frame=frame)
+        found = torch.as_tensor(ax.images[-1].get_array().filled(float("nan")))
+        wanted = expected.sum(0) if frame is None else expected[frame]
+        torch.testing.assert_close(found, wanted.to(found), check_dtype=False)
+    with pytest.raises(ValueError, match="frame must be from 0 to 2, got 3"):
+        comparison.save(tmp_path / "x.png", word="shoe", frame=3)
+
+
+def test_the_terminal_says_that_frames_are_summed() -> None:
+    out = io.StringIO()
+    foci.compare(*records.mirrored_images(frames=3)).show("shoe", head="L0H1", width=80, file=out)
+    assert out.getvalue().count("in the sum of 3 frames") == 2

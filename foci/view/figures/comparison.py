@@ -11,7 +11,7 @@ from foci.view.colors import Color
 from foci.view.figures import theme
 from foci.view.figures.plots import MAX_NAMED_UNITS, write_figure
 from foci.view.figures.theme import create_colormap, use_figure_style
-from foci.view.figures.word_maps import draw_patches, find_picture, finish_panel, measure_ratio
+from foci.view.figures.word_maps import draw_patches, find_picture, finish_panel, measure_ratio, select_frame
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,17 +67,20 @@ def plot_comparison(comparison: Comparison, head: str | None = None) -> Axes:
 
 
 @use_figure_style()
-def plot_compared_maps(comparison: Comparison, word: str | int, head: str | None = None, image: int = 0) -> Axes:
+def plot_compared_maps(
+    comparison: Comparison, word: str | int, head: str | None = None, image: int = 0, frame: int | None = None
+) -> Axes:
     """Plot where in the image of each record a word looks, and their difference; returns the first axes.
 
     Args:
         word: a word of both texts, or its position.
         head: "L5H3", or "L5" for the mean of its heads; None: the head that changed most.
-        image: which image or video of the sequence; a video is drawn as the sum of its frames.
+        image: which image or video of the sequence.
+        frame: of a video; None: the sum of its frames, on the first one.
     """
-    first, second = read_maps(comparison, word, head or next(iter(comparison.changes())), image)
+    first, second = read_maps(comparison, word, head or next(iter(comparison.changes())), image, frame)
     records = (comparison.first, comparison.second)
-    pictures = [find_picture(record, image, 0, comparison.batch) for record in records]
+    pictures = [find_picture(record, image, frame or 0, comparison.batch) for record in records]
     panels = 3 if first.shape == second.shape else 2
     size = (SIDE * panels + 1.2, SIDE * measure_ratio(first, pictures[0]) + 0.4)
     figure, axes = theme.import_pyplot().subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
@@ -99,7 +102,9 @@ def plot_compared_maps(comparison: Comparison, word: str | int, head: str | None
     return result
 
 
-def read_maps(comparison: Comparison, word: str | int, head: str, image: int) -> tuple[Tensor, Tensor]:
+def read_maps(
+    comparison: Comparison, word: str | int, head: str, image: int, frame: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Read the map of a word in each record, of one head or the mean of a layer's heads."""
     pair, index = comparison.pair(head)
     maps = []
@@ -107,7 +112,7 @@ def read_maps(comparison: Comparison, word: str | int, head: str, image: int) ->
         number = None if index is None else layer.heads[index]
         name = record.name_of(layer)
         found = record.image_map(word, image=image, layer=name, head=number, batch=comparison.batch)
-        maps.append(found.sum(0) if found.dim() == 3 else found)
+        maps.append(found.sum(0) if frame is None and found.dim() == 3 else select_frame(found, frame or 0))
     return maps[0], maps[1]
 
 
@@ -134,11 +139,12 @@ def save_comparison(
     head: str | None = None,
     word: str | int | None = None,
     image: int = 0,
+    frame: int | None = None,
     dpi: int = 300,
     **options: Any,
 ) -> None:
     """Write the matrices of a head, or with a word its maps, as PNG, SVG or PDF by the suffix of the path."""
     if options:
-        raise TypeError(f"options of a figure must be head, word, image and dpi, got {', '.join(options)}")
-    ax = plot_comparison(comparison, head) if word is None else plot_compared_maps(comparison, word, head, image)
+        raise TypeError(f"options of a figure must be head, word, image, frame and dpi, got {', '.join(options)}")
+    ax = plot_comparison(comparison, head) if word is None else plot_compared_maps(comparison, word, head, image, frame)
     write_figure(ax, path, dpi)

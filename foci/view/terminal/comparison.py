@@ -114,10 +114,7 @@ def write_side(
     of_positions = torch.zeros(len(labels))
     of_positions[list(places)] = weights[list(places.values())]
     for segments in labels.grids(comparison.batch):
-        grid = lay_out(of_positions, segments)
-        # A video is drawn as the sum of its frames.
-        grid = grid.sum(0) if grid.dim() == 3 else grid
-        write_word_map(page, grid, get_picture(labels, segments, comparison.batch))
+        write_word_map(page, lay_out(of_positions, segments), get_picture(labels, segments, comparison.batch))
 
 
 def find_word(

@@ -57,13 +57,15 @@ def write_word_maps(
             grid = record.image_map(word, image=number, batch=batch, layer=name, head=selection.head)
         if len(images) > 1:
             page.prose(f"image {number + 1}")
-        # A video is drawn as the sum of its frames, beside the first one.
-        write_word_map(page, grid.sum(0) if grid.dim() == 3 else grid, get_picture(labels, segments, batch))
+        write_word_map(page, grid, get_picture(labels, segments, batch))
     if len(images) > MAX_IMAGES:
         page.note(f"{len(images) - MAX_IMAGES} more images")
 
 
 def write_word_map(page: TerminalPage, grid: Tensor, picture: Tensor | None) -> None:
+    """Write the weights on an image, (rows, columns), or on a video as the sum of its frames, beside the picture."""
+    frames = grid.shape[0] if grid.dim() == 3 else 1
+    grid = grid.reshape(frames, *grid.shape[-2:]).sum(0)
     if not grid.isfinite().all():
         page.note("Its weights are NaN or infinite.")
         return
@@ -71,7 +73,8 @@ def write_word_map(page: TerminalPage, grid: Tensor, picture: Tensor | None) -> 
     rows, columns = small.shape
     write_side_by_side(page, render_image(page, picture, (rows, columns)), render_patches(page, small))
     row, column = divmod(int(grid.argmax()), grid.shape[1])
-    page.note(f"brightest: {float(grid.max()):.1%}, patch {row},{column} (row, column)")
+    summed = f", in the sum of {frames} frames" if frames > 1 else ""
+    page.note(f"brightest: {float(grid.max()):.1%}, patch {row},{column} (row, column){summed}")
 
 
 def get_picture(labels: Labels, segments: Sequence[Segment], batch: int) -> Tensor | None:
