@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from foci.record.record import Record
 from foci.view.figures import plots, word_maps
 from tests.view import records
 
@@ -29,6 +30,12 @@ def test_each_word_has_its_map() -> None:
     assert len(bare.images) == 1
     # Four words and the color bar.
     assert len(bare.figure.axes) == 5
+
+
+def test_the_words_are_those_of_the_text_beside_a_vision_tower() -> None:
+    tower, text = records.image(), records.words_and_images()
+    record = Record(tower.layers | text.layers, tower.labels | text.labels, model="VisionLanguage")
+    assert word_maps.list_text_words(record, 0) == ["<s>", "A", "red", "shoe."]
 
 
 def test_a_vision_model_and_a_video_have_maps() -> None:

@@ -158,12 +158,12 @@ def space_steps(record: Record, count: int) -> list[int]:
 
 def list_text_words(record: Record, batch: int) -> list[str | int]:
     """List the words of the text that looks at the image, or that the image looks at; of a vision model its tokens."""
-    for layer in record.layers.values():
-        for labels in record.labels_of(layer):
-            if labels.kind == "tokens":
-                names = [text for text, _ in list_words(labels, batch)]
-                return [word for word in dict.fromkeys(names) if any(map(str.isalnum, word))]
-        keys = record.labels_of(layer)[1]
+    axes = [record.labels_of(layer) for layer in record.layers.values()]
+    for labels in (labels for both in axes for labels in both if labels.kind == "tokens"):
+        names = [text for text, _ in list_words(labels, batch)]
+        return [word for word in dict.fromkeys(names) if any(map(str.isalnum, word))]
+    # The tower of a vision-language model comes first and has a class token as well.
+    for _, keys in axes:
         if keys.grid is not None and keys.leading:
             return list(keys.texts[batch][: keys.leading])
     raise ValueError("words must be given for a record without text, got None: words=['2,3'] names a patch")
