@@ -121,7 +121,8 @@ def select_layer_mean(record: Record, layer: Layer) -> HeadSelection:
 def select_default_head(record: Record, batch: int = 0) -> HeadSelection:
     """Select the head to show if none is named.
 
-    Where a text attends to images, or to a recording within it: the mean of the layer that gives them the most weight.
+    Where a text attends to images, or to a recording within it: the mean of the layer that gives them the most weight,
+    of several with the same weight the one with the lowest entropy.
     With cross-attention: the mean of the layer with the clearest alignment. For patches and very long texts: the mean
     of the last layer. For a text: the head that attends most clearly to words that are not neighbors of the query.
     """
@@ -147,12 +148,17 @@ def find_media_columns(record: Record, layer: Layer, batch: int) -> tuple[list[i
     return (text, media) if text and media else None
 
 
-def measure_media_weight(record: Record, layer: Layer, batch: int) -> float:
-    """Return the mean weight of the text on images or recordings; 0 for layers that take long to scan."""
+def measure_media_weight(record: Record, layer: Layer, batch: int) -> tuple[float, float]:
+    """Return the mean weight of the text on images or recordings, then the negative entropy.
+
+    In cross-attention the weight is 1 in all layers. Layers that take long to scan have 0.
+    """
     found = find_media_columns(record, layer, batch)
     if found is None or not is_fast_to_scan(layer) or "entries" not in layer.available:
-        return 0.0
-    return float(layer.received(found[0])[batch].float().nan_to_num()[..., found[1]].sum(-1).mean()) / len(found[0])
+        return 0.0, 0.0
+    text, media = found
+    weight = float(layer.received(text)[batch].float().nan_to_num()[..., media].sum(-1).mean()) / len(text)
+    return round(weight, 3), -float(layer.entropy()[batch][..., text].float().nanmean().nan_to_num())
 
 
 @torch.no_grad()
@@ -243,13 +249,14 @@ def select_default_query(record: Record, selection: HeadSelection, batch: int = 
 def select_word_with_media(
     record: Record, selection: HeadSelection, batch: int, text: list[int], media: list[int]
 ) -> int:
-    """Select the position of the text with the most weight on media; of a very long text the last one."""
+    """Select the position of the text with the clearest weight on media; of a very long text the last one."""
     labels = record.labels_of(selection.layer)[0]
     words = [position for position in text if mark_word_positions(labels, batch)[position]] or text
     if len(words) > MAX_SCANNED_WORDS or not selection.has_entries:
         return words[-1]
-    weights = read_rows(selection, batch, words)[:, media].nan_to_num().sum(1)
-    return words[int(weights.argmax())]
+    weights = read_rows(selection, batch, words)[:, media].nan_to_num()
+    # Squares prefer a word that is clear about some patches: in cross-attention, all words have the same sum.
+    return words[int(weights.square().sum(1).argmax())]
 
 
 def select_word_of_image(record: Record, selection: HeadSelection, batch: int = 0) -> int | None:

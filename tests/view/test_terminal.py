@@ -12,7 +12,13 @@ from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.runtime.console import ANSI_STYLE, text_width
-from foci.view.selection import compute_unit_weights, select_default_head, select_head, select_patch
+from foci.view.selection import (
+    compute_unit_weights,
+    select_default_head,
+    select_default_query,
+    select_head,
+    select_patch,
+)
 from foci.view.terminal import patches, record, text
 from foci.view.terminal.record import render_record, show_record
 from foci.view.terminal.styled_text import TerminalPage
@@ -607,6 +613,33 @@ def test_a_word_of_a_prompt_is_drawn_on_the_image_that_attends_to_it() -> None:
     assert "brightest" in found
     with pytest.raises(ValueError, match="query must be a word of the text"):
         lines(record, word="boot")
+    # Without a word, the last one of the prompt is drawn.
+    assert lines(record) == lines(record, word="shoe")
+    assert "“shoe” on the image in cross.L0H1" in lines(record, head="cross.L0H1")
+
+
+def test_views_of_cross_attention_to_an_image_begin_with_what_is_clear() -> None:
+    """All words give all of their weight to the image."""
+    clear = torch.tensor([[0.4, 0.2, 0.2, 0.2], [0.0, 1.0, 0.0, 0.0]]).expand(1, 1, 2, 4)
+    matrices = {"cross.0": torch.full((1, 1, 2, 4), 0.25), "cross.1": clear}
+    layers = {
+        name: Layer(name, "cross", index=i, matrix=matrix, queries="caption", keys="image")
+        for i, (name, matrix) in enumerate(matrices.items())
+    }
+    labels = {"caption": Labels.tokens([["a", " shoe"]]), "image": Labels.patches(2, 2)}
+    record = Record(layers, labels, model="M")
+    selection = select_default_head(record)
+    assert (selection.name, select_default_query(record, selection)) == ("cross.L1H0", 1)
+
+
+def test_attention_to_padding_is_named() -> None:
+    labels = {"image": Labels.patches(1, 1), "prompt": Labels.tokens([["red", " shoe", "", ""]])}
+    matrix = torch.tensor([0.2, 0.4, 0.3, 0.1]).view(1, 1, 1, 4)
+    layer = Layer("cross", "cross", matrix=matrix, queries="image", keys="prompt")
+    record = Record({"cross": layer}, labels, model="M")
+    found = [line.split() for line in lines(record, word="0,0", head="cross.L0H0")]
+    assert ["on", "padding", "40.0%"] in found
+    assert not any("no" in line and "key" in line for line in found)
 
 
 def test_a_fine_grid_is_shrunk_to_the_terminal() -> None:

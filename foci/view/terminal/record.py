@@ -25,6 +25,7 @@ from foci.view.selection import (
     select_head,
     select_layer_mean,
     select_source_head,
+    select_word_of_image,
 )
 from foci.view.terminal import heads, matrix, patches, text
 from foci.view.terminal.styled_text import TerminalPage
@@ -75,6 +76,7 @@ def render_record(
     page = page or TerminalPage()
     is_named = head is not None or layer is not None
     selection = select_head(record, head, layer) if is_named else select_default_head(record, batch)
+    word = name_word_of_image(record, selection, batch) if word is None else word
     layers = [selection.layer] if is_named else list(record.layers.values())
     reading = [each for each in layers if shows_text_to_image(record, each, batch)]
     drawing = [each for each in layers if shows_image_to_text(record, each, batch)]
@@ -100,6 +102,13 @@ def render_record(
     else:
         write_attention(page, record, selection, word, batch, by_token)
     return page
+
+
+def name_word_of_image(record: Record, selection: HeadSelection, batch: int) -> str | None:
+    """Name the word that is drawn on an image that attends to a text; None for other layers."""
+    position = select_word_of_image(record, selection, batch)
+    units = list_layer_units(record, selection.layer, batch)[1] if position is not None else []
+    return next((unit.text for unit in units if position in unit.positions), None)
 
 
 def write_title(page: TerminalPage, record: Record) -> None:
@@ -159,10 +168,20 @@ def write_attention(
     text.write_tinted_text(page, keys, row, query if is_self else None)
     page.line()
     if weights.isfinite().all():
-        text.write_listed_keys(page, keys, row, selection.has_entries)
+        text.write_listed_keys(
+            page, keys, row, selection.has_entries, weigh_padding(selection, batch, queries[query], keys)
+        )
     else:
         page.note(f"The weights of {quote_unit(queries[query])} are NaN or infinite.")
     write_matrix_or_map(page, selection, batch, queries, keys, query)
+
+
+def weigh_padding(selection: HeadSelection, batch: int, query: TextUnit, keys: Sequence[TextUnit]) -> float:
+    """Weigh the padding behind the last key, which has no text."""
+    length, end = selection.layer.shape[3], keys[-1].stop if keys else 0
+    if end == length:
+        return 0.0
+    return float(compute_unit_weights(selection, batch, [query], [TextUnit("", end, length)]))
 
 
 def write_matrix_or_map(

@@ -104,15 +104,20 @@ def paint_word(page: TerminalPage, word: TintedWord) -> str:
 
 
 def write_listed_keys(
-    page: TerminalPage, units: Sequence[TextUnit], weights: Sequence[float], has_entries: bool
+    page: TerminalPage, units: Sequence[TextUnit], weights: Sequence[float], has_entries: bool, padding: float = 0.0
 ) -> None:
-    """Write the keys with the largest weights, the sum of the others, and the weight on no key (a learned sink)."""
+    """Write the keys with the largest weights, the sum of the others, and the weight on no key (a learned sink).
+
+    A model that does not mask its padding, such as a diffusion model, attends to it.
+    """
     order = sorted(range(len(weights)), key=lambda j: -weights[j])
     top = [j for j in order[:MAX_LISTED_KEYS] if weights[j] > 0]
     listed = [(name_occurrence(units, j), weights[j]) for j in top]
-    rest, others, missing = len(weights) - len(top), sum(weights[j] for j in order[len(top) :]), 1 - sum(weights)
+    rest, others = len(weights) - len(top), sum(weights[j] for j in order[len(top) :])
+    missing = 1 - sum(weights) - padding
     # Without entries only the top keys are known: the missing weight belongs to the others.
     below = [(f"{rest:,} other{'' if rest == 1 else 's'}", others if has_entries else missing)] if rest else []
+    below += [("on padding", padding)] if padding >= MIN_SHOWN_WEIGHT else []
     below += [("on no key", missing)] if has_entries and missing >= MIN_SHOWN_WEIGHT else []
     label = measure_widest([name for name, _ in listed + below], max(8, page.room // 2 - 8))
     for name, weight in listed:
