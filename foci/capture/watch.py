@@ -32,6 +32,9 @@ from foci.runtime.compile_switch import disable_compile
 from foci.runtime.interception import add_interceptor
 from foci.runtime.interrupts import delay_interrupts
 
+# What a processor has, one of them at least: of images, of text or of both.
+PROCESSOR_PARTS = ("tokenizer", "image_processor", "feature_extractor", "image_mean", "decode")
+
 
 @contextmanager
 def watch(
@@ -99,6 +102,7 @@ def watch(
     title = type(getattr(model, "_orig_mod", model)).__name__
     model, denoising = find_denoising(model, steps)
     check_model_and_limit(model, limit)
+    check_decoders(tokenizer, processor)
     given, record = name_labels(labels), Record(model=title)
     tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
     if compiled:
@@ -189,6 +193,13 @@ def check_model_and_limit(model: Any, limit: Any) -> None:
         raise TypeError(f"model must be an nn.Module or a pipeline of diffusers, got {type(model).__name__}")
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
         raise ValueError(f"limit must be a number of bytes, an int such as 2**33, got {limit!r}")
+
+
+def check_decoders(tokenizer: Any, processor: Any) -> None:
+    if tokenizer is not None and not hasattr(tokenizer, "decode") and not callable(tokenizer):
+        raise TypeError(f"tokenizer must have a decode method or be a function, got {tokenizer!r:.80}")
+    if processor is not None and not any(hasattr(processor, name) for name in PROCESSOR_PARTS):
+        raise TypeError(f"processor must be a processor of transformers, got {processor!r:.80}")
 
 
 def parse_keep(keep: Any) -> Keep | None:

@@ -235,9 +235,12 @@ def select_layers(record: Record, layer: Any, batch: int, axis: int = 1) -> list
     chosen = [each for each in with_images if f"{each.name}.".startswith(f"{layer}.")]
     if chosen:
         return chosen
-    named = record[layer]
-    chosen = [each for each in with_images if each.name == named.name]
-    if not chosen:
+    try:
+        named = record[layer]
+    except KeyError:
+        named = None
+    chosen = [each for each in with_images if named is not None and each.name == named.name]
+    if named is None or not chosen:
         names = ", ".join(record.name_of(each) for each in with_images[:8])
         what = "one that attends to an image" if axis else "one whose image attends to text"
         raise ValueError(f"layer must be {what} ({names}), got {layer!r}")

@@ -374,6 +374,7 @@ def validate_labels(labels: Labels) -> None:
     if labels.sounds is not None and not (labels.rate and labels.seconds):
         raise ValueError("rate and seconds must be given with sounds, got None")
 
+    taken: set[tuple[int, int]] = set()
     for segment in labels.segments:
         if segment.sequence >= labels.batch or segment.stop > len(labels):
             raise ValueError(
@@ -382,6 +383,13 @@ def validate_labels(labels: Labels) -> None:
             )
         if segment.picture is not None and segment.picture >= len(labels.pictures):
             raise ValueError(f"picture must be below the {len(labels.pictures)} pictures, got {segment.picture}")
+        own = {(segment.sequence, position) for position in segment.positions.flatten().tolist()}
+        if own & taken:
+            sequence, position = min(own & taken)
+            raise ValueError(
+                f"segments must have no position in common, got position {position} of sequence {sequence} twice"
+            )
+        taken |= own
     for picture in labels.pictures:
         if picture.dtype != torch.uint8 or picture.dim() != 3 or picture.shape[2] != 3:
             got = f"{picture.dtype} {tuple(picture.shape)}"

@@ -264,6 +264,8 @@ def test_names_of_layers_that_did_not_run_are_refused() -> None:
         ({"ablate": ["H3"]}, "ablate must be names such as 'L5H3'"),
         ({"limit": "1GB"}, r"limit must be a number of bytes, an int such as 2\*\*33, got '1GB'"),
         ({"layers": 0.5}, "layers must be numbers or names such as 'L5', got 0.5"),
+        ({"tokenizer": "gpt2"}, "tokenizer must have a decode method or be a function, got 'gpt2'"),
+        ({"processor": "llava"}, "processor must be a processor of transformers, got 'llava'"),
     ],
 )
 def test_invalid_options_are_refused_before_the_block(options: dict[str, Any], message: str) -> None:

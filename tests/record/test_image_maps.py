@@ -51,6 +51,12 @@ def test_rollout_through_the_layers() -> None:
         seen.image_map("shoe", layer="rollout", head=1)
 
 
+@pytest.mark.parametrize("layer", ["L9", "vision", "L0H9"])
+def test_unknown_layers_are_refused(layer: str) -> None:
+    with pytest.raises(ValueError, match=r"(layer|head) must be .*, got"):
+        record().image_map("shoe", layer=layer)
+
+
 def test_words_are_found_by_text_and_occurrence() -> None:
     labels = labelled()
     assert [find_word(labels, word, 0) for word in ("a", "A#2", "red shoe", "boot", "oe")] == [
@@ -160,6 +166,13 @@ def test_segments_outside_of_the_labels_are_refused() -> None:
         ValueError, match="segments must lie within 1 sequences of 13 positions, got positions 10 to 13"
     ):
         Labels("tokens", (tuple(TEXT),), segments=(Segment("patches", start=10, columns=4),))
+    with pytest.raises(
+        ValueError, match="segments must have no position in common, got position 3 of sequence 0 twice"
+    ):
+        Labels("tokens", (tuple(TEXT),), segments=(Segment("patches", rows=2, columns=2), Segment("patches", start=3)))
+    # The rows of two images beside each other alternate.
+    apart = [Segment("patches", start=start, rows=2, columns=2, stride=4, image=start // 2) for start in (0, 2)]
+    assert len(Labels("tokens", (tuple(TEXT),), segments=tuple(apart)).segments) == 2
     with pytest.raises(ValueError, match="picture must be below the 0 pictures, got 0"):
         Labels("tokens", (tuple(TEXT),), segments=(Segment("patches", picture=0),))
     with pytest.raises(ValueError, match="image must be a PIL image"):
