@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from foci.view.page import payload
+from foci.view.page import images, payload
 from tests.view import records
 from tests.view.browsing import Look, settle, shares
 
@@ -168,3 +168,17 @@ def test_a_narrow_page_shows_all_maps(look: Look) -> None:
         assert last["y"] + last["height"] <= bottom["y"] + bottom["height"]
         heights = {tab.locator(".imageview").evaluate(script)[0] for _ in range(3) if not settle(tab)}
         assert heights == {height}
+
+
+def test_a_step_without_this_head_says_so_above_the_image(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The file has the mean of the heads only.
+    monkeypatch.setattr(images, "MAX_STEP_NUMBERS", 200)
+    with look(records.denoising(), "#h=cross.L0H1&k=2") as tab:
+        tab.set_viewport_size({"width": 420, "height": 700})
+        settle(tab)
+        note = tab.locator(".imagenote")
+        assert note.inner_text().startswith("This file has no weights of this head at this step")
+        above, below = note.bounding_box(), tab.locator(".image").bounding_box()
+        assert note.evaluate("note => note.scrollHeight <= note.clientHeight")
+        assert above["y"] + above["height"] <= below["y"]
+        assert "Of a single denoising step" in tab.locator(".right .note").inner_text()

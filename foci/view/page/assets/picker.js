@@ -9,6 +9,8 @@ export const STACK_TITLES = {
   decoder: "Decoder",
   cross: "Cross-attention",
   vision: "Vision",
+  text: "Text",
+  audio: "Audio",
   alignment: "Alignment",
 };
 

@@ -186,6 +186,7 @@ function describePrecision(focus, store, state) {
     return `This file has all weights between text and image, rounded to four digits${others}.`;
   }
   if (store.remote) return k ? "The top keys are shown; all weights are loading." : "The weights are loading.";
+  if (store.step !== null) return "Of a single denoising step, this file has weights between text and image only.";
   if (!k) return "This record has only pictures and statistics, no single weights.";
   const stored = focus.to
     ? `the exact weights of the ${k} top keys of each query`
