@@ -199,6 +199,11 @@ def distance(w: Tensor, arguments: Arguments) -> Tensor:
     return (w * (key.unsqueeze(-2) - query.unsqueeze(-1)).abs()).sum(-1)
 
 
+def diagonal(w: Tensor, arguments: Arguments, offset: int) -> Tensor:
+    query, key = positions(arguments)
+    return (w * (key.unsqueeze(-2) == query.unsqueeze(-1) + offset)).sum(-1)
+
+
 def top(w: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Heaviest first, of equal ones the lower key; 0 and -1 where the query does not see as many."""
     values, keys = w.sort(dim=-1, descending=True, stable=True)

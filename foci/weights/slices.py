@@ -6,6 +6,7 @@ B batch, H heads, R chosen queries, C chosen keys.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import Call
@@ -21,6 +22,9 @@ from foci.statistics.streaming import finite_lse
 
 # Without gradients only the result is kept, so that this many strips are computed at a time.
 STRIPS_PER_STEP = 16
+
+# Queries whose entries are computed at a time.
+DIAGONAL_BLOCK = 128
 
 # A larger log-sum-exp has too few digits left for the differences between the logits of a row.
 MAX_PRECISE_LSE = 1e4
@@ -43,6 +47,34 @@ def compute_entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, aver
         entries[:, :, start : start + part.numel()] = entries_from_lse(call, lse, part, columns, averaged)
         start += part.numel()
     return entries
+
+
+def compute_diagonal(call: Call, lse: Tensor, offset: int, averaged: bool) -> Tensor:
+    """(B, H, Tq): the entries whose key stands `offset` after its query, 0 where there is none; in blocks."""
+    if call.positions is not None:
+        return compute_diagonal_of_positions(call, lse, offset, averaged)
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    shift = keys - queries + offset
+    start = min(max(-shift, 0), queries)
+    stop = max(min(queries, keys - shift), start)
+    indices = torch.arange(start, stop, device=call.q.device)
+    parts = [
+        compute_entries(call, lse, rows, rows + shift, averaged).diagonal(dim1=-2, dim2=-1)
+        for rows in indices.split(DIAGONAL_BLOCK)
+    ]
+    return F.pad(torch.cat(parts, -1), (start, queries - stop))
+
+
+def compute_diagonal_of_positions(call: Call, lse: Tensor, offset: int, averaged: bool) -> Tensor:
+    """The same with positions of the caller's own; where several keys stand there, their sum."""
+    assert call.positions is not None
+    query_positions, key_positions = call.positions
+    columns = torch.arange(call.k.shape[2], device=call.q.device)
+    parts = []
+    for rows in torch.arange(call.q.shape[2], device=call.q.device).split(DIAGONAL_BLOCK):
+        there = key_positions[:, None] == query_positions[:, rows, None] + offset
+        parts.append((compute_entries(call, lse, rows, columns, averaged) * there[:, None]).sum(-1))
+    return torch.cat(parts, -1)
 
 
 def has_plain_rows(call: Call) -> bool:

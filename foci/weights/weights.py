@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -31,7 +32,7 @@ from foci.statistics.streaming import finite_lse
 from foci.weights import file, operators, parts_file, products
 from foci.weights.grouping import assign_groups
 from foci.weights.indexing import parse_axis_index, parse_leading_index, select_sequences, split_index, to_range
-from foci.weights.slices import compute_row, has_plain_rows
+from foci.weights.slices import compute_diagonal, compute_row, has_plain_rows
 from foci.weights.summary import Summary, SummaryParts, Top
 from foci.weights.tensors import TrackedTensors, copy_if_inference, drop_values, select_matrix_fields
 
@@ -56,8 +57,8 @@ class Weights:
     True
 
     Rows sum to 1, fully masked rows to 0, and with a sink to 1 minus the sink mass. These are the weights before
-    dropout, of every head. If gradients are enabled, slices, products, `entropy`, `received`, `grouped` and `distance`
-    are differentiable.
+    dropout, of every head. If gradients are enabled, slices, products, `entropy`, `received`, `grouped`, `diagonal` and
+    `distance` are differentiable.
     """
 
     def __init__(
@@ -355,6 +356,19 @@ class Weights:
     def distance(self) -> Tensor:
         """The mean distance of each query to its keys, Σ w |key position - query position|: (..., Tq)."""
         return self._reshape(operators.compute_distance(self.call, self.tensors.lse, self._averaged))
+
+    def diagonal(self, offset: int = 0) -> Tensor:
+        """What each query gives to the key at its own position, or `offset` after it: (..., Tq).
+
+        Where there is no such key it is 0. In self-attention a token gets `received() - diagonal()` from others.
+
+        >>> _, weights = foci.attention(*torch.randn(3, 4, 6, 8), mask=foci.causal, return_weights=True)
+        >>> torch.allclose(weights.diagonal(-1)[:, 1:], weights.dense().diagonal(-1, -2, -1), atol=1e-6)
+        True
+        """
+        if not isinstance(offset, int) or isinstance(offset, bool):
+            raise TypeError(f"offset must be an int, got {reprlib.repr(offset)}")
+        return self._reshape(compute_diagonal(self.call, self.tensors.lse, offset, self._averaged))
 
     def largest_logit(self) -> Tensor:
         """The largest visible logit of each head, -inf if all keys are masked: (..., H)."""

@@ -42,6 +42,7 @@ QUESTIONS: dict[str, Callable[[foci.Weights], Any]] = {
     "picture": lambda w: w.picture(2, 2),
     "grouped": lambda w: w.grouped([(0, 2)], [(0, 2)]),
     "distance": lambda w: w.distance(),
+    "diagonal": lambda w: w.diagonal(),
     "largest_logit": lambda w: w.largest_logit(),
     "sink_mass": lambda w: w.sink_mass(),
     "summary": lambda w: w.summary(),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import foci
 from tests import matrices
@@ -43,6 +44,32 @@ def test_statistics_per_query(case: str, dtype: torch.dtype) -> None:
     weights, true = both(case, dtype)
     assert_close(weights.entropy(), matrices.entropy(true), dtype, 4)
     assert_close(weights.distance(), matrices.distance(true, CASES[case]()), dtype, 20)
+
+
+@CASE
+@DTYPE
+@pytest.mark.parametrize("offset", [0, -1, 3, 100])
+def test_the_diagonal(case: str, dtype: torch.dtype, offset: int) -> None:
+    weights, true = both(case, dtype)
+    assert_close(weights.diagonal(offset), matrices.diagonal(true, CASES[case](), offset), dtype)
+
+
+def test_the_diagonal_in_blocks_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foci.weights.slices.DIAGONAL_BLOCK", 3)
+    q, k, v = (torch.randn(1, 2, length, 4, dtype=torch.float64, requires_grad=True) for length in (5, 8, 8))
+
+    def diagonal(q: Tensor, k: Tensor) -> Tensor:
+        weights = foci.attention(q, k, v, mask=foci.causal, return_weights=True)[1]
+        assert isinstance(weights, foci.Weights)
+        return weights.diagonal(-2)
+
+    assert torch.autograd.gradcheck(diagonal, (q, k))
+
+
+@pytest.mark.parametrize("offset", [1.0, True, "1", None])
+def test_an_offset_must_be_an_int(offset: Any) -> None:
+    with pytest.raises(TypeError, match="offset must be an int, got "):
+        both("plain")[0].diagonal(offset)
 
 
 @CASE
