@@ -14,7 +14,7 @@ import argparse
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -185,9 +185,15 @@ def find_near(texts: Sequence[str], others: Sequence[str]) -> set[int]:
         # A near text shares at least one of the rarest words: more than 1 - NEAR of them cannot be missing.
         rarest = sorted(own, key=lambda word: len(index.get(word, ())))[: int(len(own) * (1 - NEAR)) + 1]
         candidates = {each for word in rarest for each in index.get(word, ())}
-        if any(len(own & sets[each]) > NEAR * max(len(own), len(sets[each])) for each in candidates):
+        if is_near(text, [sets[each] for each in candidates]):
             found.add(number)
     return found
+
+
+def is_near(text: str, others: Sequence[Set[str]]) -> bool:
+    """Whether a text shares most of its words with one of the others, whose words are given."""
+    own = set(words(text))
+    return any(len(own & other) > NEAR * max(len(own), len(other)) for other in others)
 
 
 def words(text: str) -> list[str]:
