@@ -232,12 +232,12 @@ def add_deltas(frames: Tensor) -> Tensor:
 
 
 def smooth_bands(frames: Tensor, count: int) -> Tensor:
-    """Keeps the first `count` cosines of each frame's bands, as cepstra do: formants stay, harmonics go; (F, M).
+    """Keeps the first `count` cosines of each frame's bands, as cepstra do: formants stay, harmonics go; (..., F, M).
 
     >>> smooth_bands(torch.randn(20, 48), 12).shape
     torch.Size([20, 48])
     """
-    cosines = cosine_basis(frames.shape[1], count).to(frames)
+    cosines = cosine_basis(frames.shape[-1], count).to(frames)
     return frames @ cosines @ cosines.mT
 
 

@@ -27,7 +27,6 @@ from foci.nn.speech import SpeechConfig, SpeechEncoder, read_ctc
 from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.tasks.class_prediction import ClassPrediction
-from foci.tasks.rejection import REJECTION_FILE, Rejection
 from foci.tasks.speech_features import (
     SpeechSettings,
     augment_features,
@@ -36,7 +35,6 @@ from foci.tasks.speech_features import (
     join_recordings,
     load_recording,
     measure_feature_std,
-    summarize_recording,
 )
 from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
 from foci.tasks.task_files import check_numbers, parse_object
@@ -91,16 +89,10 @@ class Speech(Task[Recording, str]):
     settings_type = SpeechSettings
     settings: SpeechSettings
 
-    def __init__(
-        self,
-        settings: SpeechSettings,
-        tokenizer: Tokenizer,
-        std: Sequence[float],
-        rejection: Rejection | None = None,
-    ) -> None:
+    def __init__(self, settings: SpeechSettings, tokenizer: Tokenizer, std: Sequence[float]) -> None:
         self.settings, self.tokenizer, self.std = settings, tokenizer, torch.tensor(std)
-        # Declines recordings of none of the words, if the model file has it: each answer is then one word.
-        self.rejection = rejection
+        # The tokens of the words that can be answered, and those of the other words; both empty if any text can be.
+        self.answers, self.others = split_vocabulary(tokenizer, settings.answers)
         self._recordings = SampleCache(partial(load_recording, rate=settings.rate))
 
     @classmethod
@@ -142,17 +134,15 @@ class Speech(Task[Recording, str]):
         return cls(settings, tokenizer, std.tolist())
 
     def learned_state(self) -> dict[str, str]:
-        files = {
+        return {
             "tokenizer.json": tokenizer_to_json(self.tokenizer),
             "frames.json": json.dumps({"std": self.std.tolist()}),
         }
-        return files if self.rejection is None else files | {REJECTION_FILE: self.rejection.to_json()}
 
     @classmethod
     def from_learned_state(cls, settings: SpeechSettings, files: dict[str, str]) -> Self:
         (std,) = parse_object(files["frames.json"], "frames.json", "std")
-        tokenizer = tokenizer_from_json(files["tokenizer.json"])
-        return cls(settings, tokenizer, check_numbers(std, "std", above=0.0), Rejection.from_files(files))
+        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), check_numbers(std, "std", above=0.0))
 
     def model(self) -> Model:
         own = self.settings
@@ -247,21 +237,24 @@ class Speech(Task[Recording, str]):
 
     def describe_answer(self, model: SpeechEncoder, example: Recording, parts: list[RecordingPart]) -> str:
         """Returns the text of `foci run` for one recording."""
-        if self.rejection is None:
+        if not self.answers:
             return " ".join(self.tokenizer.decode(part.tokens) for part in parts)
         return ", ".join(str(self.judge(model, self.frames(example, part=part), tokens)) for part, tokens in parts)
 
     def judge(self, model: SpeechEncoder, frames: Tensor, tokens: list[int]) -> ClassPrediction:
-        """Computes the probability of an answer among all words, and whether the frames (F, M) are none of them."""
-        assert self.rejection is not None
+        """Computes the probability of an answer among all answers, and whether the other words are likelier."""
+        answers, others = self.score_words(model, frames)
+        probability = answers.softmax(0)[self.answers.index(tokens[0])]
+        declined = bool(others.logsumexp(0) > answers.logsumexp(0))
+        return ClassPrediction(self.tokenizer.decode(tokens), float(probability), declined)
+
+    def score_words(self, model: SpeechEncoder, frames: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the log-likelihoods of the answers and of the other words for one recording (F, M)."""
         frames = frames.to(next(model.parameters()).device)
-        out = model(frames[None])
-        declined = bool(self.rejection.declines(summarize_recording(frames, out.states[0])[None]))
-        words = [[token] for token in range(self.tokenizer.vocabulary) if self.tokenizer.decode([token]).isalnum()]
-        candidates = [tokens, *(word for word in words if word != tokens)]
-        ctc = None if out.ctc is None else out.ctc[0].float().log_softmax(-1)
-        probabilities = self.rescore(model, frames, ctc, candidates).softmax(0)
-        return ClassPrediction(self.tokenizer.decode(tokens), float(probabilities[0]), declined)
+        ctc = model(frames[None]).ctc
+        own = None if ctc is None else ctc[0].float().log_softmax(-1)
+        scores = self.rescore(model, frames, own, [[token] for token in (*self.answers, *self.others)])
+        return scores[: len(self.answers)], scores[len(self.answers) :]
 
     def transcribe_parts(
         self, model: SpeechEncoder, examples: Sequence[Recording], done: ProgressCallback = ignore_progress
@@ -289,7 +282,12 @@ class Speech(Task[Recording, str]):
         return parts if max(len(answer.split()), 1) < len(parts) <= MAX_PARTS else []
 
     def transcribe(self, model: SpeechEncoder, frames: list[Tensor]) -> list[list[int]]:
-        """Returns the tokens of each recording: the best candidate of CTC and the decoder, scored by both."""
+        """Returns the tokens of each recording: the best candidate of CTC and the decoder, scored by both.
+
+        The candidates are the `answers` of the settings, if there are any.
+        """
+        if self.answers:
+            return [[self.answers[int(self.score_words(model, each)[0].argmax())]] for each in frames]
         device = next(model.parameters()).device
         batch, lengths = pad_sequences(frames, multiple=1)
         out = model(batch.to(device), padding=lengths.to(device))
@@ -400,6 +398,15 @@ class Speech(Task[Recording, str]):
         samples, _ = pad_sequences([recording[part][:length] for part in parts], multiple=1)
         loudest = samples.abs().amax().clamp(min=1e-9)
         return Labels("frames", times, seconds=seconds, sounds=(samples / loudest * 32000).to(torch.int16), rate=rate)
+
+
+def split_vocabulary(tokenizer: Tokenizer, answers: str) -> tuple[list[int], list[int]]:
+    """Splits the words of a vocabulary into answers and others; no answers: both are empty."""
+    words = {tokenizer.decode([token]): token for token in range(STOP + 1, tokenizer.vocabulary)} if answers else {}
+    chosen = answers.split()
+    if missing := [word for word in chosen if word not in words]:
+        raise ValueError(f"SpeechSettings.answers must be words of the vocabulary, got {' '.join(missing)}")
+    return [words[word] for word in chosen], [token for word, token in words.items() if word not in chosen]
 
 
 def join_labels(parts: Sequence[Labels]) -> Labels:

@@ -5,7 +5,6 @@ F frames, M numbers per frame.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +50,7 @@ class SpeechSettings(TaskSettings):
     bands: int = 80  # mel bands per frame
     lowest: float = 20.0  # lowest frequency of the bands in Hz
     cosines: int = 0  # smooth the bands of a frame to so many cosines, which hides the pitch of the voice; 0: do not
+    dynamic_range: float = 0.0  # raise what is so many nats below the loudest band of a recording; 0: do not
     hop: float = 0.010  # seconds from one frame to the next
     colour: bool = False  # keep the mean spectrum of a recording, which carries much of a single short word
     deltas: bool = False  # append first and second derivatives over time
@@ -59,6 +59,7 @@ class SpeechSettings(TaskSettings):
     beam: int = 4  # beam width
     min_tokens: int = 1  # shorter answers are used only if there is no other candidate
     max_tokens: int = 200  # maximum tokens of an answer
+    answers: str = ""  # the only words that are answered, apart by spaces; what is likelier another word is declined
     speed: float = 0.1  # maximum relative change of speed, in training
     noise: float = 0.3  # probability that noise is added, in training
     quietest: float = 40.0  # maximum decibels of noise below the sound
@@ -81,6 +82,7 @@ class SpeechSettings(TaskSettings):
         self.check_range(1000, 1_000_000, "rate")
         self.check_range(0, 500, "lowest")
         self.check_range(0, WIDTH_LIMIT, "cosines")
+        self.check_range(0, 100, "dynamic_range")
         self.check_range(0.001, 10, "hop")
         self.check_range(1, LENGTH_LIMIT, "max_tokens")
         self.check_range(0, LENGTH_LIMIT, "min_tokens", "time_masks", "longest_mask", "band_masks", "widest_mask")
@@ -137,6 +139,8 @@ def find_sound_parts(samples: Tensor, rate: int) -> list[slice]:
 def compute_features(recording: Tensor, settings: SpeechSettings) -> Tensor:
     """Computes zero-mean frames (F, M) from samples (N,) or frames; per band, unless `colour` keeps the spectrum."""
     frames = recording if recording.dim() == 2 else compute_log_mel(recording, settings)
+    if settings.dynamic_range:
+        frames = frames.clamp(min=float(frames.max()) - settings.dynamic_range)
     if settings.cosines:
         frames = smooth_bands(frames, settings.cosines)
     frames = frames - (frames.mean() if settings.colour else frames.mean(0))
@@ -145,19 +149,6 @@ def compute_features(recording: Tensor, settings: SpeechSettings) -> Tensor:
 
 def compute_log_mel(samples: Tensor, settings: SpeechSettings) -> Tensor:
     return log_mel(samples, settings.rate, bands=settings.bands, hop=settings.hop, lowest=settings.lowest)
-
-
-def summarize_recording(frames: Tensor, states: Tensor) -> Tensor:
-    """Summarizes frames (F, M) and the states (S, W) of the encoder, for `foci.tasks.rejection`: (4 M + 2 W + 1,).
-
-    >>> summarize_recording(torch.randn(20, 48), torch.randn(5, 128)).shape
-    torch.Size([449])
-    """
-    change = frames.diff(dim=0).abs() if len(frames) > 1 else torch.zeros_like(frames)
-    spread = frames.std(0, correction=0)
-    length = torch.tensor([math.log(len(frames))], device=frames.device)
-    parts = [states.mean(0), states.amax(0), frames.mean(0), spread, change.mean(0), frames.amax(0), length]
-    return torch.cat([part.float() for part in parts])
 
 
 def augment_features(recording: Tensor, settings: SpeechSettings, generator: torch.Generator) -> Tensor:

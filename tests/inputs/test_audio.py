@@ -235,6 +235,8 @@ def test_smooth_bands_are_a_few_cosines() -> None:
     frames = torch.randn(3, 24)
     assert torch.allclose(audio.smooth_bands(frames, 24), frames, atol=1e-5)
     assert torch.allclose(audio.smooth_bands(frames, 100), frames, atol=1e-5)
+    batch = torch.stack([frames, 2.0 * frames])
+    assert torch.allclose(audio.smooth_bands(batch, 6)[1], audio.smooth_bands(2.0 * frames, 6), atol=1e-5)
 
 
 def test_loudness_is_normalized() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +125,20 @@ def test_a_recording_can_keep_its_mean_spectrum(tmp_path: Path) -> None:
         assert (float(apart) > 1.0) == colour
 
 
+def test_a_dynamic_range_hides_quiet_noise() -> None:
+    torch.manual_seed(0)
+    loud = torch.sin(torch.arange(4000) / 4)
+    spoken = torch.cat([loud, torch.zeros(2000)])
+    noisy = spoken + 1e-4 * torch.randn(6000)
+    for dynamic_range, limit in ((0.0, 1e9), (8.0, 0.1)):
+        settings = SpeechSettings(rate=8000, bands=48, colour=True, dynamic_range=dynamic_range)
+        features = [compute_features(each, settings) for each in (spoken, noisy)]
+        changed = float((features[0] - features[1]).abs().max())
+        assert changed < limit
+        assert dynamic_range > 0.0 or changed > 1.0
+        assert float(features[0].max() - features[0].min()) <= (dynamic_range or 100.0) + 1e-4
+
+
 def test_smooth_bands_hide_the_pitch() -> None:
     """Two voices that differ only in the distance of their harmonics."""
     times = torch.arange(4000) / 8000
@@ -196,6 +211,31 @@ def test_each_part_of_a_recording_of_single_words_is_answered(
     assert source.sounds.shape[1] / RATE == pytest.approx(len(source) * source.seconds, abs=0.1)
     starts = [float(row[0]) for row in source.texts]
     assert starts[0] < starts[1] - len(sounds[0]) / RATE < starts[2]
+
+
+def test_words_that_are_no_answers_are_declined(learned: Lesson, tmp_path: Path) -> None:
+    task, model, _ = learned.trained
+    assert isinstance(task, Speech)
+    answering = Speech(replace(task.settings, answers="high low"), task.tokenizer, task.std.tolist())
+    chance = random.Random(3)
+    spoken = [(word, write_wav(tmp_path / f"{word}.wav", sung([word], chance), RATE)) for word in TONES]
+    examples = {word: answering.parse_input(str(path)) for word, path in spoken}
+    with torch.no_grad():
+        found = dict(zip(examples, answering.answer(model, list(examples.values())), strict=True))
+        nearest = answering.decode(model, [examples["middle"]])
+    assert re.fullmatch(r"high \(\d+%\)", found["high"])
+    assert re.fullmatch(r"low \(\d+%\)", found["low"])
+    assert found["middle"] == f"not one of my classes (the nearest is {nearest[0]})"
+    assert nearest[0] in ("high", "low")
+    # Without answers any text of the vocabulary is one.
+    assert task.answer(model, [examples["middle"]]) == ["middle"]
+
+
+def test_answers_must_be_words_of_the_vocabulary(learned: Lesson) -> None:
+    task = learned.trained[0]
+    assert isinstance(task, Speech)
+    with pytest.raises(ValueError, match="answers must be words of the vocabulary, got loud quiet"):
+        Speech(replace(task.settings, answers="loud high quiet"), task.tokenizer, task.std.tolist())
 
 
 def test_the_record_has_seconds_and_words(learned: Lesson) -> None:

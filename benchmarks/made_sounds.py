@@ -1,72 +1,25 @@
-"""Let the pretrained digit model decline sounds other than digits: fit the network, choose its threshold, store it.
+"""Make sounds that are no words: silence, noise, tones, music, and recordings that are changed until they are none.
 
-    python benchmarks/datasets.py fsdd --data DATA --out plain/fsdd
-    python benchmarks/rejection_speech.py --data plain/fsdd --store
-
-The network (`foci.tasks.rejection`) reads a summary of the frames and states of the model. It is fitted to the 2,400
-recordings of the training set, as they are and changed as in training, and to sounds that are made here: silence,
-noise, tones, clicks, melodies, and training recordings that are reversed, shuffled, cut or mixed. The threshold is
-chosen on the 300 recordings of the dev set, as they are and changed. The test has new sounds of these and of other
-kinds, and digits, letters, words and sentences of espeak-ng if it is installed; none of them is used for the fit or for
-the threshold.
+The digit model is trained with some kinds, and tested with others, too.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import cast
 
 import torch
-from rejection import store
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import foci
 from foci.inputs.audio import normalize_loudness
-from foci.inputs.padding import group_by_size, pad_sequences
-from foci.nn.speech import SpeechEncoder
-from foci.tasks.rejection import Rejection
-from foci.tasks.speech import Recording, Speech
-from foci.tasks.speech_features import augment_features, compute_features, load_recording, summarize_recording
 
 RATE = 8000
-LOST = 0.01  # the share of the digits of the dev set that is declined, as they are and changed as in training
-DECAY = 2.0
-COPIES = 2  # how often each recording is changed
-MADE, TESTED = 250, 200  # sounds of each kind
-BATCH_FRAMES = 6000
 SCALE = (0, 2, 4, 5, 7, 9, 11, 12, 14)  # the notes of a melody, in semitones
-DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-LETTERS = "abcdefghijklmnpqrstuvwxyz"  # "o" is a digit
-WORDS = (
-    *("hello", "house", "water", "computer", "yellow", "morning", "banana", "window", "table", "doctor"),
-    *("monday", "thank you", "please", "stop", "music", "garden", "river", "paper", "green", "yesterday"),
-)
-SENTENCES = (
-    "Where is the train station?",
-    "The weather is lovely today.",
-    "Please close the door behind you.",
-    "My brother lives near the river.",
-    "Could you repeat that more slowly?",
-    "She bought bread and a bottle of milk.",
-    "The meeting was moved to Thursday.",
-    "Nobody knew the answer.",
-)
-VOICES = ("en-gb", "en-us", "en-gb-scotland", "en-029")
-ALL_VOICES = (*VOICES, "en-gb-x-rp", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-us-nyc")
 
 
 class Sounds:
-    """Makes sounds (N,) that are no digits."""
+    """Makes sounds (N,) that are no words; `recordings` are the words that are changed."""
 
     def __init__(self, recordings: Sequence[Tensor], seed: int) -> None:
         self.recordings, self.random = recordings, random.Random(seed)
@@ -76,14 +29,18 @@ class Sounds:
         """So many sounds of each kind."""
         return [normalize_loudness(kind()) for kind in kinds for _ in range(count)]
 
-    def fitted(self) -> dict[str, Callable[[], Tensor]]:
-        """The kinds that the network is fitted to."""
+    def learned(self) -> dict[str, Callable[[], Tensor]]:
+        """The kinds that the model is trained with."""
         kinds = (self.silence, self.noise, self.tone, self.clicks, self.melody, self.glides, self.bursts)
-        changed = (self.reversed, self.shuffled, self.halves, self.mixture, self.snippet)
-        return {kind.__name__: kind for kind in (*kinds, *changed)}
+        return {kind.__name__: kind for kind in kinds}
 
-    def tested(self) -> dict[str, Callable[[], Tensor]]:
-        """Other kinds, which it has never heard."""
+    def changed(self) -> dict[str, Callable[[], Tensor]]:
+        """Kinds that are made of recordings of words; the training breaks words in similar ways."""
+        kinds = (self.reversed, self.shuffled, self.halves, self.mixture, self.snippet)
+        return {kind.__name__: kind for kind in kinds}
+
+    def others(self) -> dict[str, Callable[[], Tensor]]:
+        """Kinds that the model has never heard."""
         steady = (self.chirp, self.beats, self.band_noise, self.hum)
         kinds = (*steady, self.chord, self.drum_loop, self.bells, self.string, self.rain)
         return {kind.__name__.replace("_", " "): kind for kind in kinds}
@@ -269,99 +226,3 @@ class Sounds:
 def interpolate(points: Tensor, length: int) -> Tensor:
     """So many values on the lines between points at equal distances."""
     return torch.nn.functional.interpolate(points[None, None], length, mode="linear", align_corners=True)[0, 0]
-
-
-@torch.no_grad()
-def compute_summaries(task: Speech, model: SpeechEncoder, recordings: Sequence[Tensor]) -> Tensor:
-    """What the network reads of the frames of each recording: (N, D)."""
-    frames = [each[: task.max_size] / task.std for each in recordings]
-    rows = [torch.empty(0)] * len(frames)
-    for group in group_by_size([len(each) for each in frames], BATCH_FRAMES):
-        batch, lengths = pad_sequences([frames[index] for index in group], multiple=1)
-        out = model(batch, padding=lengths)
-        assert out.lengths is not None
-        for states, length, index in zip(out.states, out.lengths.tolist(), group, strict=True):
-            rows[index] = summarize_recording(frames[index], states[:length])
-    return torch.stack(rows)
-
-
-def speak(texts: Iterable[str], voices: Iterable[str], pitches: Iterable[int] = (50,)) -> list[Tensor]:
-    """The texts as espeak-ng says them."""
-    sounds = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/spoken.wav"
-        for voice in voices:
-            for pitch in pitches:
-                for text in texts:
-                    subprocess.run(["espeak-ng", "-v", voice, "-p", str(pitch), "-w", path, text], check=True)
-                    sounds.append(load_recording(path, RATE))
-    return sounds
-
-
-def make_tests(folder: Path, digits: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """The sounds of each test by name."""
-    made = Sounds(digits, seed=3)
-    tests = {"zeros": [torch.zeros(length) for length in range(800, 16_000, 800)]}
-    tests |= {name: made.make([kind], TESTED) for name, kind in (made.fitted() | made.tested()).items()}
-    tests = {"digits of the test set": load_split(folder, "test")} | tests
-    if shutil.which("espeak-ng"):
-        tests["espeak-ng, digits"] = speak(DIGITS, ALL_VOICES, (30, 45, 60, 75))
-        tests["espeak-ng, letters"] = speak(LETTERS, VOICES)
-        tests["espeak-ng, words"] = speak(WORDS, VOICES)
-        tests["espeak-ng, sentences"] = speak(SENTENCES, VOICES)
-    return tests
-
-
-@torch.no_grad()
-def print_accents(task: Speech, model: SpeechEncoder, sounds: Sequence[Tensor], declined: Tensor) -> None:
-    """How many digits of each accent the model answers right, declined or not."""
-    frames = [compute_features(each, task.settings)[: task.max_size] / task.std for each in sounds]
-    count = len(sounds) // len(ALL_VOICES)
-    words = DIGITS * (count // len(DIGITS))
-    for number, voice in enumerate(ALL_VOICES):
-        own = slice(number * count, (number + 1) * count)
-        answers = [task.tokenizer.decode(each) for each in task.transcribe(model, frames[own])]
-        wrong = [f"{word}: {answer}" for word, answer in zip(words, answers, strict=True) if answer != word]
-        right = f"{count - len(wrong)} of {count} right, {int(declined[own].sum())} declined"
-        print(f"  {voice}: {right}; {wrong}", flush=True)
-
-
-def load_split(folder: Path, split: str) -> list[Tensor]:
-    task_settings = cast("Speech", foci.pretrained("speech").task).settings
-    examples: list[Recording] = Speech.read([folder / f"{split}.tsv"], task_settings)
-    return [load_recording(each.path, RATE) for each in examples]
-
-
-def main() -> None:
-    """Fit, choose the threshold, print the share of declined sounds of each kind, and store."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder that benchmarks/datasets.py wrote")
-    parser.add_argument("--store", action="store_true", help="write the network into the pretrained model")
-    options = parser.parse_args()
-    pretrained = foci.pretrained("speech")
-    task, model = cast("Speech", pretrained.task), cast("SpeechEncoder", pretrained.model)
-    # Other voices and rooms than those of the six speakers, but nothing that hides a part of the word.
-    varied = task.settings.replace(voice=0.15, speed=0.2, noise=0.5, shift=0.0, time_masks=0, band_masks=0)
-    generator = torch.Generator().manual_seed(0)
-
-    def summarize(sounds: Sequence[Tensor], copies: int = 0) -> Tensor:
-        plain = [compute_features(each, task.settings) for each in sounds]
-        augmented = [augment_features(each, varied, generator) for _ in range(copies) for each in sounds]
-        return compute_summaries(task, model, [*plain, *augmented])
-
-    digits = load_split(options.data, "train")
-    made = Sounds(digits, seed=0)
-    others = made.make(made.fitted().values(), MADE)
-    rejection = Rejection.fit(summarize(digits, COPIES), summarize(others, copies=1), decay=DECAY)
-    task.rejection = rejection.with_threshold(summarize(load_split(options.data, "dev"), COPIES), LOST)
-    if options.store:
-        store("speech", task)
-    for name, sounds in make_tests(options.data, digits).items():
-        declined = task.rejection.declines(summarize(sounds))
-        print(f"{name}: {100 * float(declined.float().mean()):.1f}% of {len(sounds)} declined", flush=True)
-        if name == "espeak-ng, digits":
-            print_accents(task, model, sounds, declined)
-
-
-if __name__ == "__main__":
-    main()
