@@ -1,5 +1,6 @@
 """Details of the page in Chromium: numbers of sparse records, sinks, keys, overlaps, uniform attention, rollout."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,61 @@ def test_a_spectrogram_without_a_recording_lights_up(look: Look) -> None:
         assert canvas.evaluate(script, [0.3, 0.4]) > canvas.evaluate(script, [0.7, 0.4])
         # The low sound lies at the bottom.
         assert canvas.evaluate(script, [0.3, 0.6]) > canvas.evaluate(script, [0.3, 0.1])
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("make", [records.words_and_sound, records.words_and_spectrograms])
+def test_the_layers_and_heads_of_a_sound(make: Callable[[], Record], width: int, look: Look) -> None:
+    record = make()
+    matrix = record.layers["layers.1"].matrix
+    assert matrix is not None
+    # In one head of the second layer, "low" attends to everything alike.
+    matrix = matrix.clone()
+    matrix[:, 1, 14, :15] = 1 / 15
+    record.layers["layers.1"] = replace(record.layers["layers.1"], matrix=matrix)
+    with look(record, "#v=sound&h=L1&t=14") as tab:
+        tab.set_viewport_size({"width": width, "height": 800})
+        maps = tab.locator(".headmap")
+
+        def count_colors() -> list[int]:
+            settle(tab)
+            script = """(canvas) => new Set([0.2, 0.8].map((x) => [...canvas.getContext("2d")
+                .getImageData(canvas.width * x, canvas.height / 2, 1, 1).data].join())).size"""
+            return [one.evaluate(script) for one in tab.locator(".headmap canvas").all()]
+
+        assert count_colors() == [2, 1]
+        assert maps.all_inner_texts() == ["H0", "H1"]
+        maps.nth(1).click()
+        settle(tab)
+        assert tab.locator(".headmap[aria-pressed=true]").inner_text() == "H1"
+        assert "L1H1" in tab.locator(".sliders").inner_text()
+        # Another layer keeps the head; a second press on it shows the mean.
+        tab.get_by_label("Layer").fill("1")
+        assert count_colors() == [2, 2]
+        assert "L0H1" in tab.locator(".sliders").inner_text()
+        maps.nth(1).click()
+        settle(tab)
+        assert "L0, mean of 2 heads" in tab.locator(".sliders").inner_text()
+        tab.get_by_label("Layer").fill("0")
+        settle(tab)
+        assert "mean of 2 layers" in tab.locator(".sliders").inner_text()
+        assert maps.all_inner_texts() == ["L0", "L1"]
+        canvas, last = tab.locator("canvas.sound").bounding_box(), maps.last.bounding_box()
+        view = tab.locator(".soundview").bounding_box()
+        assert canvas["height"] >= 120
+        assert canvas["y"] + canvas["height"] <= maps.first.bounding_box()["y"]
+        assert last["y"] + last["height"] <= view["y"] + view["height"]
+
+
+def test_the_layers_of_a_sound_have_other_queries(look: Look) -> None:
+    with look(record_sound()) as tab:
+        assert not tab.locator(".headmap").count()
+        slider = tab.get_by_label("Layer")
+        assert slider.get_attribute("max") == "2"
+        slider.fill("1")
+        settle(tab)
+        assert "encoder" in tab.locator(".sliders").inner_text()
+        assert tab.locator("canvas.sound").is_visible()
 
 
 def test_a_sound_is_saved_with_its_record(tmp_path: Path) -> None:

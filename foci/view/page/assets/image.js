@@ -3,16 +3,16 @@
 
 import { choice, cssColor, draw, labelled, make, onPress, prepareCanvas, oncePerFrame, slider } from "./dom.js";
 import { formatPercent, createScale, shade, textColor } from "./colors.js";
-import { addUnitWeights, describeHeads, getUnits } from "./focus.js";
+import { getUnits } from "./focus.js";
 import {
   DARK, MAX_DARKNESS, drawGrid, forEachCell, frameBox, layOut, lightUp, patchAt, patchBox, readPicture, shownSegments,
 } from "./gridmaps.js";
 import { createAnswer } from "./answer.js";
-import { StepsAndFrames } from "./sliders.js";
+import { HeadMaps, drawSmallGrid } from "./headmaps.js";
+import { LayerSlider, StepsAndFrames } from "./sliders.js";
 import { focusCsv, svgSheet } from "./export.js";
 
 const MAX_WORDS = 600;
-const MAX_HEAD_MAPS = 64;
 const HEAD_MAP_SIDE = 84;
 const SCALES = [
   ["relative", "relative", "The largest weight shown has the full color"],
@@ -21,7 +21,7 @@ const SCALES = [
 
 export class ImageView {
   constructor({ store, state }) {
-    Object.assign(this, { store, state, mode: "light", cursor: 0, canvases: [], headMaps: [], chosenImage: 0 });
+    Object.assign(this, { store, state, mode: "light", cursor: 0, canvases: [], chosenImage: 0 });
     this.wordDirection = "to";
     this.modes = choice("Draw attention as", [
       ["light", "light", "Patches with large weights are bright, the others dark"],
@@ -36,10 +36,13 @@ export class ImageView {
     });
     this.opacity = slider("Opacity of the attention", 0, 1, 0.05, (value) => state.set({ opacity: value }));
     this.note = make("p", { class: "count imagenote" });
-    this.sliders = make("div", { class: "sliders" });
+    this.layerSlider = new LayerSlider(store, state, store.layers.filter((layer) => this.imageSide(layer) !== null));
+    this.stepsAndFrames = new StepsAndFrames(store, state);
+    this.sliders = make("div", { class: "sliders" }, this.layerSlider.row, ...this.stepsAndFrames.rows);
     this.words = make("div", { class: "chips words", role: "group", "aria-label": "Words" });
     this.images = make("div", { class: "images" });
-    this.heads = make("div", { class: "headmaps", role: "group", "aria-label": "Heads" });
+    const drawMap = (canvas, valueAt) => this.drawMap(canvas, valueAt);
+    this.heads = new HeadMaps({ store, state, layerSlider: this.layerSlider, drawMap });
     this.frame = make("div", { class: "imageframe" }, this.images);
     this.element = make(
       "section",
@@ -56,46 +59,17 @@ export class ImageView {
       this.words,
       this.note,
       this.frame,
-      this.heads,
+      this.heads.element,
     );
     this.redraw = oncePerFrame(() => this.render());
     new ResizeObserver(this.redraw).observe(this.frame);
-    this.addSliders();
   }
 
-  // Sliders for the layers, the denoising steps and the frames of a video.
-  addSliders() {
+  updateSliders(focus) {
     const { store, state } = this;
-    const withImages = store.layers.filter((layer) => this.imageSide(layer) !== null);
-    this.layers = withImages;
-    // Weights that are asked for one by one are too many for the mean of all layers.
-    this.canAverage = withImages.every((layer) => !store.remote || store.hasEntries(layer));
-    const chooseLayer = (n) => {
-      if (n === 0) return state.set({ heads: this.similarLayers().map((layer) => layer.label) });
-      const next = withImages[n - 1];
-      const named = /H\d+(#\d+)?$/.exec(state.heads[0] ?? "") && this.focus?.heads.length === 1;
-      state.set({ heads: [named ? next.names[Math.min(this.focus.heads[0].head, next.heads - 1)] : next.label] });
-    };
-    this.layer = slider("Layer", this.canAverage ? 0 : 1, withImages.length, 1, chooseLayer);
-    this.layerName = make("output", { class: "value" });
-    this.layerRow = labelled("layer", this.layer, this.layerName);
-    this.stepsAndFrames = new StepsAndFrames(store, state);
-    this.sliders.append(this.layerRow, ...this.stepsAndFrames.rows);
-  }
-
-  // The layers with the same queries and keys as the selected one, whose weights can be averaged.
-  similarLayers() {
-    const { layer } = this.focus;
-    return this.layers.filter((other) => ["queries", "keys", "Tq", "Tk"].every((name) => other[name] === layer[name]));
-  }
-
-  updateSliders({ layer, heads }) {
-    const { store, state } = this;
-    const isShown = this.stepsAndFrames.update(this.side ? store.images(layer, this.side, state.seq) : []);
-    this.layerRow.hidden = this.layers.length < 2;
-    this.sliders.hidden = this.layerRow.hidden && !isShown;
-    this.layer.value = String(countLayers(heads) > 1 ? 0 : this.layers.indexOf(layer) + 1);
-    this.layerName.textContent = describeHeads(heads, store);
+    const images = this.side ? store.images(focus.layer, this.side, state.seq) : [];
+    const isShown = [this.layerSlider.update(focus), this.stepsAndFrames.update(images)];
+    this.sliders.hidden = !isShown.includes(true);
     this.opacity.value = String(state.opacity);
     this.fixing.refresh();
   }
@@ -153,7 +127,7 @@ export class ImageView {
     this.updateSliders(focus);
     const hasImage = this.side !== null;
     for (const part of [this.words, this.frame]) part.hidden = !hasImage;
-    this.heads.hidden = !hasImage || this.listMaps().length < 2;
+    this.heads.update(focus, hasImage);
     if (!hasImage) {
       this.note.textContent = "This head has no image: choose another layer.";
       return;
@@ -313,11 +287,11 @@ export class ImageView {
     const scale = this.scale();
     const room = this.frame.clientWidth - 24;
     // The height does not depend on what is selected: the image must not move under the pointer.
-    const share = this.listMaps().length > 1 ? 0.48 : 0.64;
+    const share = this.heads.element.hidden ? 0.64 : 0.48;
     const high = Math.max(200, share * Math.min(window.innerHeight, this.element.clientHeight));
     const across = Math.min(this.canvases.length, Math.max(1, Math.floor(room / 180)));
     for (const one of this.canvases) this.drawImage(one, room / across - 12, high, scale);
-    this.renderHeads();
+    this.heads.render(this.isColored());
   }
 
   drawImage({ canvas, segments }, room, high, scale) {
@@ -370,63 +344,14 @@ export class ImageView {
     return from === "queries" ? this.store.keyPosition(layer, position) : position - (layer.Tk - layer.Tq);
   }
 
-  // What the small maps show: the heads of the layer, or the layers if their mean is selected.
-  listMaps() {
-    const { store, focus } = this;
-    const headsOf = ({ number }) => store.heads.filter((one) => one.layer === number);
-    const maps = countLayers(focus.heads) > 1
-      ? this.similarLayers().map((layer) => ({ name: layer.label, label: layer.label, heads: headsOf(layer) }))
-      : headsOf(focus.layer).map((one) => ({ name: one.name, label: one.name.replace(/^.*H/, "H"), heads: [one] }));
-    return maps.slice(0, MAX_HEAD_MAPS);
-  }
-
-  // The same map of every head of the layer or of every layer, small, for the chosen image.
-  renderHeads() {
-    const { store, state, focus } = this;
-    const maps = this.listMaps();
-    this.heads.hidden = maps.length < 2;
-    this.heads.classList.toggle("idle", !this.isColored());
-    if (this.heads.hidden || !this.isColored()) return;
-    if (store.remote && !store.hasEntries(focus.layer)) {
-      for (const u of focus.picks) {
-        for (let i = focus.sources.start[u]; i < focus.sources.stop[u]; i++) {
-          store.remote.askAllHeads(focus.layer.number, focus.to, i, state.seq);
-        }
-      }
-    }
-    const key = maps.map(({ name }) => name).join();
-    if (this.headKey !== key) {
-      this.headKey = key;
-      this.headMaps = maps.map((map) => this.headMap(map));
-      this.heads.replaceChildren(...this.headMaps.map(({ element }) => element));
-    }
-    for (const map of this.headMaps) this.drawHead(map);
-  }
-
-  headMap({ name, label, heads }) {
-    const canvas = make("canvas", { "aria-hidden": "true" });
-    // A second press shows the mean of all heads again.
-    const choose = () => {
-      const isAlone = this.focus.heads.length === 1 && this.focus.heads[0] === heads[0];
-      this.state.set({ heads: [isAlone ? this.focus.layer.label : name] });
-    };
-    const element = make("button", { type: "button", class: "headmap", title: `${name}: show it alone`, onclick: choose },
-      canvas, make("span", {}, label));
-    return { heads, canvas, element };
-  }
-
-  drawHead({ heads, canvas, element }) {
-    const { store, state, focus } = this;
-    const weights = new Float32Array(focus.targets.of.length);
-    for (const u of focus.picks) addUnitWeights(weights, store, state, heads, focus.sources, u, focus.to);
-    const isSink = (position) => focus.to && state.hideSinks && focus.sinks.has(position);
-    const grid = layOut(this.canvases[this.chosenImage].segments(), (at) => (isSink(at) ? 0 : weights[at]));
+  // A small map of the chosen image.
+  drawMap(canvas, valueAt) {
+    const { state, focus } = this;
+    const grid = layOut(this.canvases[this.chosenImage].segments(), valueAt);
     const scale = createScale(state.scale, grid.values, focus.uniform, state.peak > 0 ? state.peak : null);
     const ratio = grid.columns / grid.rows;
-    const [width, height] = ratio > 1 ? [HEAD_MAP_SIDE, HEAD_MAP_SIDE / ratio] : [HEAD_MAP_SIDE * ratio, HEAD_MAP_SIDE];
-    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
-    drawGrid(prepareCanvas(canvas, width, height), grid, width, height, scale, focus.to ? "to" : "from");
-    element.setAttribute("aria-pressed", String(focus.heads.length === 1 && focus.heads[0] === heads[0]));
+    const size = ratio > 1 ? [HEAD_MAP_SIDE, HEAD_MAP_SIDE / ratio] : [HEAD_MAP_SIDE * ratio, HEAD_MAP_SIDE];
+    drawSmallGrid(canvas, grid, size, scale, focus.to ? "to" : "from");
   }
 
   legend() {
@@ -455,10 +380,6 @@ export class ImageView {
   csv(focus) {
     return focusCsv(focus);
   }
-}
-
-function countLayers(heads) {
-  return new Set(heads.map(({ layer }) => layer)).size;
 }
 
 // The borders of the patches, where no picture shows them.

@@ -1,7 +1,47 @@
-// The sliders of the denoising step of a diffusion model and of the frame of a video.
+// The sliders of the layer, of the denoising step of a diffusion model and of the frame of a video.
 
 import { labelled, make, slider } from "./dom.js";
+import { describeHeads } from "./focus.js";
 import { listFrames } from "./gridmaps.js";
+
+// A slider over these layers; its first position is their mean.
+export class LayerSlider {
+  constructor(store, state, layers) {
+    Object.assign(this, { store, state, layers });
+    // Weights that are asked for one by one are too many for the mean of all layers.
+    const canAverage = layers.every((layer) => !store.remote || store.hasEntries(layer));
+    this.slider = slider("Layer", canAverage ? 0 : 1, layers.length, 1, (n) => this.choose(n));
+    this.value = make("output", { class: "value" });
+    this.row = labelled("layer", this.slider, this.value);
+  }
+
+  choose(n) {
+    const { state, focus } = this;
+    if (n === 0) return state.set({ heads: this.similarLayers(focus.layer).map((layer) => layer.label) });
+    const next = this.layers[n - 1];
+    const named = /H\d+(#\d+)?$/.exec(state.heads[0] ?? "") && focus?.heads.length === 1;
+    state.set({ heads: [named ? next.names[Math.min(focus.heads[0].head, next.heads - 1)] : next.label] });
+  }
+
+  // The layers with the same queries and keys, whose weights can be averaged.
+  similarLayers(layer) {
+    return this.layers.filter((other) => ["queries", "keys", "Tq", "Tk"].every((name) => other[name] === layer[name]));
+  }
+
+  // The layers whose mean is selected; none if the selected heads are those of one layer.
+  averagedLayers({ layer, heads }) {
+    return new Set(heads.map((one) => one.layer)).size > 1 ? this.similarLayers(layer) : [];
+  }
+
+  // Shows the selected layer; returns whether there is anything to choose.
+  update(focus) {
+    this.focus = focus;
+    this.row.hidden = this.layers.length < 2;
+    this.slider.value = String(this.averagedLayers(focus).length ? 0 : this.layers.indexOf(focus.layer) + 1);
+    this.value.textContent = describeHeads(focus.heads, this.store);
+    return !this.row.hidden;
+  }
+}
 
 export class StepsAndFrames {
   constructor(store, state) {

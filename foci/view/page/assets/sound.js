@@ -8,12 +8,15 @@ import { createAnswer } from "./answer.js";
 import { focusCsv, svgSheet } from "./export.js";
 import { getUnits } from "./focus.js";
 import { DARK, lightUp } from "./gridmaps.js";
+import { HeadMaps, drawSmallGrid } from "./headmaps.js";
+import { LayerSlider } from "./sliders.js";
 
 const [SIDE, TOP, AXIS, GAP] = [16, 8, 26, 6];
 const MAX_HEIGHT = 420;
 // The part of the height that the spectrogram takes.
 const SPECTROGRAM_SHARE = 0.7;
 const MAX_WORDS = 200;
+const HEAD_MAP_SIZE = [96, 30];
 // Distances between time marks, in seconds.
 const TIME_STEPS = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120];
 
@@ -32,7 +35,19 @@ export class SoundView {
     this.frame = make("div", { class: "soundframe" }, this.canvas);
     this.chips = make("div", { class: "chips" });
     this.tools = make("div", { class: "tools" }, this.audio, this.note, createAnswer(store));
-    this.element = make("section", { class: "view soundview", "aria-label": "Sound" }, this.tools, this.chips, this.frame);
+    this.layerSlider = new LayerSlider(store, state, store.layers.filter((layer) => this.soundSide(layer)));
+    this.sliders = make("div", { class: "sliders" }, this.layerSlider.row);
+    const drawMap = (canvas, valueAt) => this.drawMap(canvas, valueAt);
+    this.heads = new HeadMaps({ store, state, layerSlider: this.layerSlider, drawMap });
+    this.element = make(
+      "section",
+      { class: "view soundview", "aria-label": "Sound" },
+      this.tools,
+      this.sliders,
+      this.chips,
+      this.frame,
+      this.heads.element,
+    );
     this.redraw = oncePerFrame(() => this.render());
     new ResizeObserver(this.redraw).observe(this.frame);
     this.canvas.addEventListener("pointermove", (event) => this.point(this.frameAt(event)));
@@ -43,9 +58,13 @@ export class SoundView {
     this.words = [];
   }
 
+  soundSide(layer) {
+    return ["keys", "queries"].find((side) => this.store.labels(layer, side).spectrogram);
+  }
+
   // The axis of the layer that has a recording, its labels and the positions of its frames; null if there is none.
   sounding(layer) {
-    const side = ["keys", "queries"].find((one) => this.store.labels(layer, one).spectrogram);
+    const side = this.soundSide(layer);
     if (!side) return null;
     const labels = this.store.labels(layer, side);
     const frames = labels.frames?.[this.state.seq] ?? null;
@@ -132,6 +151,8 @@ export class SoundView {
     if (this.state.hover === null) this.chosenDirection = this.state.direction;
     const found = this.sounding(focus.layer);
     this.note.textContent = found ? "" : "This head does not attend to the recording: select one that does.";
+    this.sliders.hidden = !this.layerSlider.update(focus);
+    this.heads.update(focus, found !== null);
     this.updateWords(found && (!focus.layer.self || found.frames) ? found : null);
     const isPlayed = Boolean(found?.labels.sound);
     this.audio.hidden = !isPlayed;
@@ -181,11 +202,16 @@ export class SoundView {
     });
   }
 
+  // Whether the frames are colored: the weights are theirs.
+  isColored(found) {
+    const { focus } = this;
+    return Boolean(found && focus.picks.length && (focus.layer.self || found.side === focus.other));
+  }
+
   scale() {
     const { focus, state } = this;
     const found = this.sounding(focus.layer);
-    const colored = found && focus.picks.length && (focus.layer.self || found.side === focus.other);
-    if (!colored) return null;
+    if (!this.isColored(found)) return null;
     const { units, targets, uniform } = focus;
     // Among words, the largest weight of a frame has the full color.
     return createScale(state.scale, found.frames ? found.frames.map((at) => units[targets.of[at]]) : units, uniform);
@@ -214,6 +240,20 @@ export class SoundView {
     this.drawChosen(pen, box, found);
     drawTimes(pen, box, seconds, getComputedStyle(this.canvas).fontFamily);
     this.drawPosition(pen, box, seconds);
+    this.heads.render(this.isColored(found));
+  }
+
+  // A small map of the frames; where several share a pixel, it shows the largest weight.
+  drawMap(canvas, valueAt) {
+    const { count, at } = this.sounding(this.focus.layer);
+    const columns = Math.min(count, HEAD_MAP_SIZE[0]);
+    const values = new Float32Array(columns);
+    for (let frame = 0; frame < count; frame++) {
+      const column = Math.floor((frame * columns) / count);
+      values[column] = Math.max(values[column], valueAt(at(frame)) || 0);
+    }
+    const scale = createScale(this.state.scale, values, this.focus.uniform);
+    drawSmallGrid(canvas, { rows: 1, columns, values }, HEAD_MAP_SIZE, scale, this.focus.to ? "to" : "from");
   }
 
   // The recording may end before or after the last frame.
