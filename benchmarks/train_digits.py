@@ -2,14 +2,14 @@
 
     python benchmarks/datasets.py fsdd --data DATA --out plain/fsdd
     python benchmarks/an4_words.py --data DATA --out plain/an4_words
-    python benchmarks/train_digits.py pack --data plain --words words.pt.xz
-    python benchmarks/train_digits.py all --words words.pt.xz --out trained
-    python benchmarks/train_digits.py one --words words.pt.xz --out trained/george --without george
+    python benchmarks/train_digits.py pack --data plain --words words.xz
+    python benchmarks/train_digits.py all --words words.xz --out trained
+    python benchmarks/train_digits.py one --words words.xz --out trained/george --without george
 
 The training has the digits of fsdd, digits, letters and words of an4, words that are made from phones, other made
-sounds and words in pieces. Every batch is changed at random on the device. The answers are the ten digits; what is
-likelier another word is declined. With --without, no recording of that speaker is used, and all 500 are answered. The
-settings are those of benchmarks/training/speech-digits.toml.
+sounds and words in pieces. Every batch is changed at random on the device. The answers are the ten digits; a
+recording that is more likely to be another word is declined. With --without, no recording of that speaker is used, and
+all 500 are answered. The settings are those of benchmarks/training/speech-digits.toml.
 
 OUT gets results.json and a folder for each model, as benchmarks/ship.py reads it.
 """

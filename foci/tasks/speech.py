@@ -242,7 +242,7 @@ class Speech(Task[Recording, str]):
         return ", ".join(str(self.judge(model, self.frames(example, part=part), tokens)) for part, tokens in parts)
 
     def judge(self, model: SpeechEncoder, frames: Tensor, tokens: list[int]) -> ClassPrediction:
-        """Computes the probability of an answer among all answers, and whether the other words are likelier."""
+        """Computes the probability of an answer among all answers, and whether another word is more likely."""
         answers, others = self.score_words(model, frames)
         probability = answers.softmax(0)[self.answers.index(tokens[0])]
         declined = bool(others.logsumexp(0) > answers.logsumexp(0))
@@ -405,7 +405,7 @@ def split_vocabulary(tokenizer: Tokenizer, answers: str) -> tuple[list[int], lis
     words = {tokenizer.decode([token]): token for token in range(STOP + 1, tokenizer.vocabulary)} if answers else {}
     chosen = answers.split()
     if missing := [word for word in chosen if word not in words]:
-        raise ValueError(f"SpeechSettings.answers must be words of the vocabulary, got {' '.join(missing)}")
+        raise ValueError(f"task.answers must be words of the vocabulary, got {' '.join(missing)}")
     return [words[word] for word in chosen], [token for word, token in words.items() if word not in chosen]
 
 

@@ -50,7 +50,7 @@ class SpeechSettings(TaskSettings):
     bands: int = 80  # mel bands per frame
     lowest: float = 20.0  # lowest frequency of the bands in Hz
     cosines: int = 0  # smooth the bands of a frame to so many cosines, which hides the pitch of the voice; 0: do not
-    dynamic_range: float = 0.0  # raise what is so many nats below the loudest band of a recording; 0: do not
+    dynamic_range: float = 0.0  # raise energies to this many nats below the loudest of a recording; 0: do not
     hop: float = 0.010  # seconds from one frame to the next
     colour: bool = False  # keep the mean spectrum of a recording, which carries much of a single short word
     deltas: bool = False  # append first and second derivatives over time
@@ -59,7 +59,7 @@ class SpeechSettings(TaskSettings):
     beam: int = 4  # beam width
     min_tokens: int = 1  # shorter answers are used only if there is no other candidate
     max_tokens: int = 200  # maximum tokens of an answer
-    answers: str = ""  # the only words that are answered, apart by spaces; what is likelier another word is declined
+    answers: str = ""  # the only words to answer with, separated by spaces; other words are declined
     speed: float = 0.1  # maximum relative change of speed, in training
     noise: float = 0.3  # probability that noise is added, in training
     quietest: float = 40.0  # maximum decibels of noise below the sound
