@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Beam, generate
+from foci.inputs.audio_augmentation import change_tempo
 from foci.inputs.padding import group_by_size, pad_sequences
 from foci.inputs.sample_cache import SampleCache
 from foci.inputs.tables import read_table_rows, read_valid_rows, require_one_path
@@ -251,10 +252,21 @@ class Speech(Task[Recording, str]):
     def score_words(self, model: SpeechEncoder, frames: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the log-likelihoods of the answers and of the other words for one recording (F, M)."""
         frames = frames.to(next(model.parameters()).device)
+        scores = torch.stack([self.score_vocabulary(model, each) for each in self.vary_tempo(frames)]).mean(0)
+        return scores[: len(self.answers)], scores[len(self.answers) :]
+
+    def score_vocabulary(self, model: SpeechEncoder, frames: Tensor) -> Tensor:
+        """Computes the log-likelihood of each word: first the answers, then the others."""
         ctc = model(frames[None]).ctc
         own = None if ctc is None else ctc[0].float().log_softmax(-1)
-        scores = self.rescore(model, frames, own, [[token] for token in (*self.answers, *self.others)])
-        return scores[: len(self.answers)], scores[len(self.answers) :]
+        return self.rescore(model, frames, own, [[token] for token in (*self.answers, *self.others)])
+
+    def vary_tempo(self, frames: Tensor) -> list[Tensor]:
+        """The features as they are, and with `tempo` faster and slower ones."""
+        if not self.settings.tempo:
+            return [frames]
+        factor = 1.0 + self.settings.tempo
+        return [frames, *(change_tempo(frames, each)[: self.max_size] for each in (factor, 1.0 / factor))]
 
     def transcribe_parts(
         self, model: SpeechEncoder, examples: Sequence[Recording], done: ProgressCallback = ignore_progress

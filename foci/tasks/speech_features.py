@@ -60,6 +60,7 @@ class SpeechSettings(TaskSettings):
     min_tokens: int = 1  # shorter answers are used only if there is no other candidate
     max_tokens: int = 200  # maximum tokens of an answer
     answers: str = ""  # the only words to answer with, separated by spaces; other words are declined
+    tempo: float = 0.0  # with answers: a sound is also read so much faster and slower, and its scores are averaged
     speed: float = 0.1  # maximum relative change of speed, in training
     noise: float = 0.3  # probability that noise is added, in training
     quietest: float = 40.0  # maximum decibels of noise below the sound
@@ -90,7 +91,7 @@ class SpeechSettings(TaskSettings):
         self.check_range(0, 100, "shift", "tilt")
         self.check_fractions("ctc", "noise", "join")
         self.check_fractions("dropout", "attention_dropout", "depth_dropout", "smoothing", include_one=False)
-        self.check_fractions("speed", "voice", "stretch", include_one=False)
+        self.check_fractions("speed", "voice", "stretch", "tempo", include_one=False)
 
 
 def load_recording(path: str, rate: int) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foci.inputs.audio_augmentation import change_tempo
 from foci.nn.speech import SpeechEncoder
 from foci.tasks.speech import Recording, Speech, error_rates
 from foci.tasks.speech_features import (
@@ -229,6 +230,22 @@ def test_words_that_are_no_answers_are_declined(learned: Lesson, tmp_path: Path)
     assert nearest[0] in ("high", "low")
     # Without answers any text of the vocabulary is one.
     assert task.answer(model, [examples["middle"]]) == ["middle"]
+
+
+def test_scores_are_averaged_over_tempos(learned: Lesson) -> None:
+    task, model, _ = learned.trained
+    assert isinstance(task, Speech)
+    assert isinstance(model, SpeechEncoder)
+    settings = replace(task.settings, answers="high low", tempo=0.25)
+    answering = Speech(settings, task.tokenizer, task.std.tolist())
+    frames = answering.frames(learned.dev[0])
+    with torch.no_grad():
+        answers, others = answering.score_words(model, frames)
+        tempos = [frames, change_tempo(frames, 1.25), change_tempo(frames, 0.8)]
+        expected = torch.stack([answering.score_vocabulary(model, each) for each in tempos]).mean(0)
+    assert [len(each) / len(frames) for each in tempos[1:]] == pytest.approx([1.25, 0.8], abs=1 / len(frames))
+    torch.testing.assert_close(torch.cat([answers, others]), expected)
+    assert not torch.equal(expected, answering.score_vocabulary(model, frames))
 
 
 def test_answers_must_be_words_of_the_vocabulary(learned: Lesson) -> None:
