@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.gpu.triton_hash import prepare_triton_hash
 from foci.runtime.device import is_triton_interpreted
 from foci.runtime.tracing import is_traced
 
@@ -114,7 +115,7 @@ FAILED = object()
 def prepare_compiler() -> None:
     """Start what the first launch of a process needs, in threads: meanwhile the launch is planned.
 
-    Triton hashes its own files before it looks up a compiled kernel, and compiles a C file for its driver.
+    Triton needs the hash of its own files before it looks up a compiled kernel, and compiles a C file for its driver.
     """
     start_preparing()
 
@@ -129,19 +130,12 @@ def start_preparing() -> None:
         return
     from triton.runtime import driver
 
-    for prepare in (hash_triton, lambda: driver.active.utils):
+    for prepare in (prepare_triton_hash, lambda: driver.active.utils):
         thread = threading.Thread(target=run_quietly, args=(prepare,), name="foci-prepare")
         # Where no thread can be started, Triton does it when it compiles.
         with suppress(RuntimeError):
             thread.start()
             PREPARING.append(thread)
-
-
-def hash_triton() -> None:
-    """Triton caches the result."""
-    from triton.runtime.cache import triton_key
-
-    triton_key()
 
 
 def run_quietly(function: Callable[[], Any]) -> None:
