@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def prepare_on_cpu(function: Callable[P, R]) -> Callable[P, R]:
-    """Let tensors without a named device be created on the CPU inside of a function.
+    """Let tensors without a named device be created on the CPU inside a function.
 
     Without it, `torch.set_default_device("cuda")` mixes tensors of two devices.
     """

@@ -154,7 +154,7 @@ def register_kernels() -> tuple[Library, Library]:
     every.fallback(fallthrough_kernel, KEY_NAME)
     for operator, function in INTERCEPTED_OPERATORS.items():
         aten.impl(operator, partial(run_intercepted, function), KEY_NAME)
-    # A torch.autograd.Function inside of torch.func is a higher-order operator: the fallback does not count for these.
+    # A torch.autograd.Function inside torch.func is a higher-order operator: the fallback does not count for these.
     sys.modules["torch._functorch.autograd_function"].custom_function_call.fallthrough(KEY)
     return every, aten
 

@@ -56,7 +56,7 @@ def test_channels_are_averaged_and_a_rate_is_kept(tmp_path: Path) -> None:
 
 def test_invalid_audio_files_give_clear_errors(tmp_path: Path) -> None:
     path = tmp_path / "text.wav"
-    path.write_text("this is no sound")
+    path.write_text("not a sound")
     with pytest.raises(ValueError, match=r"text.wav must be a WAV, FLAC or OGG file, got a text file"):
         audio.read_audio(path)
     (tmp_path / "cut.wav").write_bytes(b"RIFF\x00\x00\x00\x00WAVEfmt ")

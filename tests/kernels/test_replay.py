@@ -51,7 +51,7 @@ def check(case: Case, wanted: Request, q: Tensor | None = None, k: Tensor | None
 
 
 def shifted(x: Tensor) -> Tensor:
-    """The same values with the same strides, at an address that is no multiple of 16."""
+    """The same values with the same strides, at an address that is not a multiple of 16."""
     room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
     return room.copy_(x)
 

@@ -1,4 +1,4 @@
-"""Sentiment: words that praise and words that blame, some after "not"; what is wrong with a table; what is seen."""
+"""Sentiment: positive and negative words, some after "not"; errors in a table, and the record of the attention."""
 
 from __future__ import annotations
 

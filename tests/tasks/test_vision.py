@@ -1,4 +1,4 @@
-"""Vision: shapes drawn by chance are told apart; folders, tables, what is wrong with them, and what is seen."""
+"""Vision: random shapes are classified; folders, tables, their errors, and the record of the attention."""
 
 from __future__ import annotations
 

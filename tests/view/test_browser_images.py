@@ -155,7 +155,7 @@ def test_denoising_steps_have_a_slider(look: Look) -> None:
 
 
 def test_a_narrow_page_shows_all_maps(look: Look) -> None:
-    """The page is as long as what it shows: no map is cut off, and none scrolls out of sight inside of it."""
+    """The page is as long as what it shows: no map is cut off, and none scrolls out of sight in it."""
     script = "view => [view.scrollHeight, view.clientHeight]"
     with look(records.words_and_images(heads=8)) as tab:
         tab.set_viewport_size({"width": 420, "height": 700})

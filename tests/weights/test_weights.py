@@ -275,7 +275,7 @@ def test_received_by_heads_that_share_keys(case: str) -> None:
 @pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e9, -1e30])
 @pytest.mark.parametrize("sink", [None, torch.tensor([-1.0, 0.0, 0.5, 1.0])])
 def test_rows_masked_with_a_large_number_still_sum_to_one(value: float, sink: torch.Tensor | None) -> None:
-    """A row of -1e9 is no row of -inf: every key is seen, and the log-sum-exp has no digits left for their number."""
+    """Unlike a row of -inf, one of -1e9 has visible keys, whose number is lost in the rounding of the log-sum-exp."""
     bias = torch.zeros(matrices.B, 1, matrices.TQ, matrices.TK)
     bias[0, :, 3:] = value
     bias[1, :, :, 5:] = value
