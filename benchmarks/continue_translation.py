@@ -357,7 +357,7 @@ def set_dropout(model: nn.Module, rate: float) -> None:
 
 
 class MaskPool:
-    """Dropout that takes its masks from random places of a large one: drawing them anew is a fifth of a step."""
+    """Dropout that takes its masks from random places of a large one: drawing new ones takes a fifth of a step."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate

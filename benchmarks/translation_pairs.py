@@ -26,7 +26,7 @@ from foci.tasks.parallel_text import Pair, read_pairs
 
 FOLDER = Path(__file__).parent / "training" / "pairs"
 # Pairs of each kind in a round; the sentences of our own are all in every round.
-TATOEBA, SLOTS, TEMPLATES, SYNTHETIC = 80_000, 24_000, 10_000, 35_000
+TATOEBA, SLOTS, TEMPLATES, SYNTHETIC = 50_000, 14_000, 6_000, 35_000
 # The training ends without synthetic pairs, after this share of it.
 SYNTHETIC_SHARE = 0.75
 # Greetings and single words, which people try first, are added this often to a round.
@@ -56,10 +56,10 @@ class PairSource:
 
     def __init__(self, data: Path, reverse: bool = False, synthetic: Path | None = None) -> None:
         self.reverse, self.synthetic_file, self.synthetic = reverse, synthetic, list[Pair]()
-        tests = TestSentences(data)
-        self.tatoeba = tests.filter_tatoeba(read_pairs([data / "tatoeba_en_de" / "train.tsv.xz"]))
+        self.tests = TestSentences(data)
+        self.tatoeba = self.tests.filter_tatoeba(read_pairs([data / "tatoeba_en_de" / "train.tsv.xz"]))
         self.lexicon, self.slots = Lexicon(FOLDER), Slots(FOLDER)
-        self.written, self.basics = (tests.filter_pairs(read_written_pairs(each)) for each in ("*.txt", "basics.txt"))
+        self.basics = self.read_written("basics.txt")
         self.cities = dict(self.slots.cities)
 
     def stream_pairs(self, rng: random.Random, progress: Callable[[], float]) -> Iterator[Pair]:
@@ -77,11 +77,15 @@ class PairSource:
             self.synthetic = read_pairs([self.synthetic_file])
         return rng.sample(self.synthetic, min(SYNTHETIC, len(self.synthetic)))
 
+    def read_written(self, pattern: str = "*.txt") -> list[Pair]:
+        """The written pairs that resemble no test sentence."""
+        return self.tests.filter_pairs(read_written_pairs(pattern))
+
     def sample_round(self, rng: random.Random) -> list[Pair]:
-        """The pairs of a round but synthetic ones, in no order."""
+        """The pairs of a round but synthetic ones, in no order; pairs that were written meanwhile are among them."""
         chosen = rng.sample(self.tatoeba, TATOEBA)
         pairs = [self.swap(pair, rng) if rng.random() < SWAPPED else pair for pair in chosen]
-        pairs += self.written
+        pairs += self.read_written()
         pairs += [Pair(*self.slots.draw(rng)) for _ in range(SLOTS)]
         templates = (self.lexicon.fill_template(rng, self.slots.draw_name) for _ in range(TEMPLATES))
         pairs += [Pair(*each) for each in templates if each is not None]
@@ -210,7 +214,7 @@ def main() -> None:
     rng = random.Random(options.seed)
     source = PairSource(options.data)
     pairs = source.sample_round(rng)
-    print(f"{len(source.written):,} written pairs, {len(pairs):,} in a round")
+    print(f"{len(source.read_written()):,} written pairs, {len(pairs):,} in a round")
     for pair in rng.sample(pairs, options.count):
         print(f"{pair.source} ||| {pair.target}")
 
