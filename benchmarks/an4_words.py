@@ -194,6 +194,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder with one folder per dataset")
     parser.add_argument("--out", type=Path, required=True, help="the output folder")
     options = parser.parse_args()
+    # The operations are tiny: beside another program, threads would wait for each other.
+    torch.set_num_threads(1)
     sounds: dict[str, Tensor] = {}
     rows: dict[str, list[tuple[str, str]]] = {}
     with tarfile.open(options.data / "an4_mfcc" / "an4_mfcc.tar.xz") as archive:
