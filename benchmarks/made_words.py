@@ -67,8 +67,8 @@ DIGIT_PHONES = {
     "four": ("F AO", "F AO R", "F OW R", "F O R", "F O", "F O AX", "F AO AX"),
     "five": ("F AY V", "F AY V", "F OY V", "F AA IH V", "F AH IY V", "F AY F"),
     "six": ("S IH K S", "S IH K S", "S IY K S", "S E K S"),
-    "seven": ("S EH V AX N", "S EH V AX N", "S EH V N", "S E V AX N", "S EH V IH N", "S EH B M"),
-    "eight": ("EY T", "EY T", "E T", "EH IY T", "AE IY T", "E E T", "EY D"),
+    "seven": ("S EH V AX N", "S EH V AX N", "S EH V N", "S E V AX N", "S EH V IH N", "S EH B M", "Z EH V AX N"),
+    "eight": ("EY T", "EY T", "E T", "EH IY T", "AE IY T", "E E T", "EY D", "AH IY T", "A IH T"),
     "nine": ("N AY N", "N AY N", "N OY N", "N AA IH N", "N AH IY N", "N A N"),
 }
 LETTER_PHONES = {

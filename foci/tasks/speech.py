@@ -46,6 +46,8 @@ COLUMNS = ("sound", "text")
 BLANK = PAD
 # Recordings used to measure the standard deviation of the features; frames decoded at a time.
 STATISTICS_RECORDINGS, DECODE_FRAMES = 500, 20_000
+# The largest feature of a recording in which nothing changes.
+SILENCE = 1e-3
 # A recording with more parts is answered as a whole.
 MAX_PARTS = 100
 MODEL_FIELDS = (
@@ -243,10 +245,11 @@ class Speech(Task[Recording, str]):
         return ", ".join(str(self.judge(model, self.frames(example, part=part), tokens)) for part, tokens in parts)
 
     def judge(self, model: SpeechEncoder, frames: Tensor, tokens: list[int]) -> ClassPrediction:
-        """Computes the probability of an answer among all answers, and whether another word is more likely."""
+        """Computes the probability of an answer among all answers, and whether the sound is declined."""
         answers, others = self.score_words(model, frames)
         probability = answers.softmax(0)[self.answers.index(tokens[0])]
-        declined = bool(others.logsumexp(0) > answers.logsumexp(0))
+        ratio = float(others.logsumexp(0) - answers.logsumexp(0))
+        declined = ratio > math.log(self.settings.decline) or bool(frames.abs().amax() < SILENCE)
         return ClassPrediction(self.tokenizer.decode(tokens), float(probability), declined)
 
     def score_words(self, model: SpeechEncoder, frames: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,7 @@ class SpeechSettings(TaskSettings):
     min_tokens: int = 1  # shorter answers are used only if there is no other candidate
     max_tokens: int = 200  # maximum tokens of an answer
     answers: str = ""  # the only words to answer with, separated by spaces; other words are declined
+    decline: float = 1.0  # with answers: decline a sound if the other words are so many times as likely, or more
     tempo: float = 0.0  # with answers: a sound is also read so much faster and slower, and its scores are averaged
     speed: float = 0.1  # maximum relative change of speed, in training
     noise: float = 0.3  # probability that noise is added, in training
@@ -89,6 +90,7 @@ class SpeechSettings(TaskSettings):
         self.check_range(0, LENGTH_LIMIT, "min_tokens", "time_masks", "longest_mask", "band_masks", "widest_mask")
         self.check_range(-200, 200, "quietest", "loudest")
         self.check_range(0, 100, "shift", "tilt")
+        self.check_range(0.001, 1000, "decline")
         self.check_fractions("ctc", "noise", "join")
         self.check_fractions("dropout", "attention_dropout", "depth_dropout", "smoothing", include_one=False)
         self.check_fractions("speed", "voice", "stretch", "tempo", include_one=False)

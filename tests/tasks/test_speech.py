@@ -232,6 +232,28 @@ def test_words_that_are_no_answers_are_declined(learned: Lesson, tmp_path: Path)
     assert task.answer(model, [examples["middle"]]) == ["middle"]
 
 
+def test_sounds_are_declined_by_likelihood_or_without_any_change(
+    learned: Lesson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, model, _ = learned.trained
+    assert isinstance(task, Speech)
+    assert isinstance(model, SpeechEncoder)
+    # The other words are exp(-0.3) = 0.74 times as likely as the answers.
+    scores = torch.tensor([0.0, -99.0]), torch.tensor([-0.3, -99.0])
+    monkeypatch.setattr(Speech, "score_words", lambda self, model, frames: scores)
+
+    def declines(frames: Tensor, decline: float) -> bool:
+        settings = replace(task.settings, answers="high low", decline=decline)
+        answering = Speech(settings, task.tokenizer, task.std.tolist())
+        return answering.judge(model, frames, [answering.answers[0]]).declined
+
+    frames = task.frames(learned.dev[0])
+    assert [declines(frames, limit) for limit in (0.7, 0.8, 1.0)] == [True, False, False]
+    assert declines(torch.zeros_like(frames), 1000.0)
+    with pytest.raises(ValueError, match=r"decline must be between 0\.001 and 1000, got 0\.0"):
+        SpeechSettings(decline=0.0)
+
+
 def test_scores_are_averaged_over_tempos(learned: Lesson) -> None:
     task, model, _ = learned.trained
     assert isinstance(task, Speech)
