@@ -35,7 +35,7 @@ COLUMNS = (
 )
 # Bounds of the errors: absolute for entropy, cells times their size, relative for the others.
 LIMITS = {"entropy": 2e-4, "received": 2e-4, "picture": 2e-3, "top values": 3e-3, "top keys": 3e-3}
-LIMITS |= {"distance": 1e-4, "largest": 1e-3}
+LIMITS |= {"distance": 1e-4, "largest_logit": 1e-3}
 FORWARD = "cuDNN forward"
 KINDS = ("random", "peaked", "ascending")
 LEAST_CELL, MOST_CELLS = 32, 256
@@ -147,8 +147,8 @@ def errors(got: dict[str, Tensor], s: Tensor, w: Tensor) -> dict[str, float]:
         place = torch.arange(w.shape[-1], device="cuda").float()
         far = (w * (place[:, None] - place).abs()).sum(-1)
         found["distance"] = (got["distance"] - far).abs() / w.shape[-1]
-    if "largest" in got:
-        found["largest"] = (got["largest"] - s.amax((-1, -2))).abs()
+    if "largest_logit" in got:
+        found["largest_logit"] = (got["largest_logit"] - s.amax((-1, -2))).abs()
     if "top_keys" in got:
         values, keys = got["top_values"], got["top_keys"].long()
         best = w.topk(values.shape[-1], -1).values

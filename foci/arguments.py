@@ -20,6 +20,8 @@ from foci.scores import Dot, Score
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
+# The dtypes that our own kernels take.
+KERNEL_DTYPES = (*HALF_DTYPES, torch.float32)
 
 
 @dataclass(slots=True)
@@ -213,8 +215,8 @@ def are_compatible(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
 
 
-def describe_type(value: object) -> str:
-    """The type of what is no tensor, for an error message, and how to make a tensor of it."""
+def describe_non_tensor(value: object) -> str:
+    """The type of a value that is not a tensor, for an error message, with a hint for arrays."""
     is_array = isinstance(value, list) or hasattr(value, "__array__")
     return type(value).__name__ + (": use torch.as_tensor" if is_array else "")
 
@@ -222,7 +224,7 @@ def describe_type(value: object) -> str:
 def raise_for_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {describe_type(tensor)}")
+            raise TypeError(f"{name} must be a tensor, got {describe_non_tensor(tensor)}")
         if tensor.dim() != query.dim() or tensor.dim() < 2:
             raise ValueError(
                 "query, key and value must have the same number of dimensions, at least (T, D),"
@@ -319,10 +321,9 @@ def normalize_position_tensor(positions: Tensor, sizes: CallSizes, length: int, 
     if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise TypeError(f"{name} must be an int tensor, got {got}")
-    if tuple(positions.shape) not in {(length,), (*sizes.batch, length), (1, length)}:
-        raise ValueError(
-            f"{name} must have shape {(length,)} or {(*sizes.batch, length)}, got {tuple(positions.shape)}"
-        )
+    accepted = dict.fromkeys([(length,), (1, length), (*sizes.batch, length)])
+    if tuple(positions.shape) not in accepted:
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, accepted))}, got {tuple(positions.shape)}")
     positions = to_call_device(positions, sizes, name).to(torch.int64)
     return positions.unsqueeze(0) if positions.dim() == 1 else positions.flatten(0, -2)
 

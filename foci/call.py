@@ -152,7 +152,7 @@ def attend_sharded(query: Tensor, key: Tensor, value: Tensor, options: dict[str,
 
 
 def attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Weights] | None:
-    """Output and weights of a common call after a few comparisons; None for any other call."""
+    """Output and weights of a plain call after a few comparisons; None for any other call."""
     found = backends.run_plain_call_with_lse(q, k, v, mask)
     if found is None:
         return None

@@ -47,7 +47,7 @@ def load(path: str | os.PathLike[str]) -> Weights | Record | Model | Pretrained 
         raise FileNotFoundError(f"path must be {ACCEPTED}, got {path}, which does not exist")
     if path.is_dir():
         if not any(path.glob("model*.safetensors")):
-            raise not_accepted(path, "a directory without a model")
+            raise unsupported_file_error(path, "a directory without a model")
         return load_answering_model(path)
     if path.suffix.lower() == HISTORY_SUFFIX:
         return History.load(path)
@@ -58,10 +58,10 @@ def load(path: str | os.PathLike[str]) -> Weights | Record | Model | Pretrained 
         return Record.load(path)
     if kind == MODEL_FORMAT:
         return load_answering_model(path) if has_task else Model.load(path)
-    raise not_accepted(path, f"of format {kind!r}" if kind else "which is none of these")
+    raise unsupported_file_error(path, f"of format {kind!r}" if kind else "which is none of these")
 
 
-def not_accepted(path: Path, reason: str) -> ValueError:
+def unsupported_file_error(path: Path, reason: str) -> ValueError:
     """The error for a path that cannot be opened."""
     return ValueError(f"path must be {ACCEPTED}, got {path}, {reason}")
 
@@ -76,7 +76,7 @@ def read_format(path: Path) -> tuple[str | None, bool]:
         raise
     except Exception as error:
         # safetensors has an error class of its own for a file of another kind.
-        raise not_accepted(path, f"which is none of these ({error})") from error
+        raise unsupported_file_error(path, f"which is none of these ({error})") from error
     kind = header.get("format") if isinstance(header, dict) else None
     return kind if isinstance(kind, str) else None, "task" in metadata
 

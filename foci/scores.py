@@ -18,6 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+# Kernels compute in base 2: log2(x) = LOG2_E ln(x).
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
 
 class Score:
     """Compares queries with keys: `finish(raw(q, k), width)` is the logit before bias and mask.

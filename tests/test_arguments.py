@@ -88,8 +88,12 @@ INPUTS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("bool positions", {"positions": (ones(5).bool(), None)}, r"must be an int tensor, got torch.bool"),
     ("listed positions", {"positions": (None, [0] * 7)}, "key positions must be an int tensor, got list"),
-    ("positions shape", {"positions": (ints(4), None)}, r"must have shape \(5,\) or \(2, 5\), got \(4,\)"),
-    ("positions batch", {"positions": (None, ints(3, 7))}, r"must have shape \(7,\) or \(2, 7\), got \(3, 7\)"),
+    ("positions shape", {"positions": (ints(4), None)}, r"must have shape \(5,\) or \(1, 5\) or \(2, 5\), got \(4,\)"),
+    (
+        "positions batch",
+        {"positions": (None, ints(3, 7))},
+        r"must have shape \(7,\) or \(1, 7\) or \(2, 7\), got \(3, 7\)",
+    ),
     ("positions device", {"positions": (elsewhere(ints(5)), None)}, "query positions must be on cpu .* got meta"),
 ]
 

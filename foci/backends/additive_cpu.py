@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from foci.arguments import Call
 from foci.runtime import native
+from foci.runtime.checks import PLAIN_TENSOR_TYPES
 from foci.runtime.double_backward import make_distinct_views
 from foci.runtime.tracing import is_traced
 from foci.scores import Additive
@@ -42,8 +43,6 @@ STRUCT_POINTERS = (
     *("d_queries", "d_keys", "d_weight"),
 )
 STRUCT_SIZES = ("pairs", "heads", "group", "query_count", "key_count", "panel_count", "width", "parts", "exponentials")
-
-PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,18 +241,13 @@ def fill_struct(tensors: dict[str, Tensor], **sizes: int) -> AdditiveStruct:
 
 def run_c_function(function: Any, struct: AdditiveStruct) -> None:
     struct.next = 0
-    native.run_in_threads(
-        function, struct, choose_thread_count(struct.pairs * struct.query_count * struct.key_count * struct.width)
-    )
+    terms = struct.pairs * struct.query_count * struct.key_count * struct.width
+    native.run_in_threads(function, struct, native.count_threads(terms, TERMS_PER_THREAD))
     if struct.failed:
         raise MemoryError("out of memory for the buffers of additive scores")
 
 
-def choose_thread_count(terms: int) -> int:
-    return min(torch.get_num_threads(), max(terms // TERMS_PER_THREAD, 1))
-
-
 def choose_part_count(q: Tensor, k: Tensor) -> int:
     """Splits the rows into parts, a few per thread, where the heads alone do not divide evenly among the threads."""
-    pieces, count = k.shape[:2].numel(), choose_thread_count(q.numel() * k.shape[2])
+    pieces, count = k.shape[:2].numel(), native.count_threads(q.numel() * k.shape[2], TERMS_PER_THREAD)
     return 1 if pieces % count == 0 else min(-(-4 * count // pieces), -(-q.shape[2] // MIN_QUERIES_FOR_EXPONENTIALS))

@@ -20,7 +20,6 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.backends import reference
 from foci.backends.strips import (
-    LOG2_E,
     PartIndex,
     Strip,
     recompute_in_backward,
@@ -30,9 +29,10 @@ from foci.backends.strips import (
     split_into_strips,
     strip_logits,
 )
-from foci.masks.range_algebra import Segment
+from foci.masks.range_algebra import KeySegment
 from foci.runtime.double_backward import make_distinct_views
 from foci.runtime.tracing import disable_autocast, is_traced
+from foci.scores import LOG2_E
 
 NAME = "blocked"
 
@@ -228,7 +228,7 @@ def compute_differentiable_gradients(call: Call, slopes: Sequence[Tensor | None]
 def attend_strip(call: Call, strip: Strip) -> tuple[Tensor, Tensor]:
     if not strip.segments:
         # An empty segment keeps the zeros in the autograd graph, so that a backward through them works.
-        strip = Strip(strip.rows, (Segment(0, 0, 0, 0),))
+        strip = Strip(strip.rows, (KeySegment(0, 0, 0, 0),))
     logits = strip_logits(call, strip)
     if not call.needs_grad and not call.is_transformed and not is_traced(call.q) and strip.width:
         powers, total, lse = exponentiate_in_place(logits)

@@ -15,26 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foci.arguments import Call
+from foci.arguments import KERNEL_DTYPES, Call
 from foci.backends import blocked
-from foci.backends.additive_cpu import PLAIN_TENSOR_TYPES
 from foci.backends.mask_struct import MaskStruct, broadcast_strides, build_mask_tensors, fill_mask_struct
-from foci.gpu import mask_inputs
-from foci.gpu.launcher import KERNEL_DTYPES
+from foci.masks import kernel_inputs
 from foci.masks.base import DenseMask
 from foci.runtime import native
+from foci.runtime.checks import PLAIN_TENSOR_TYPES
 from foci.runtime.tracing import is_traced
-from foci.scores import Dot
+from foci.scores import LN_2, Dot
 
 NAME = "cpu_c"
-LN_2 = 0.6931471805599453
 
 # From these sizes on it is faster than PyTorch's kernel, which has less overhead.
 MIN_FASTER_QUERIES = 8
 MIN_FASTER_ENTRIES = 2**17
 
 # Minimum number of matrix entries per thread: less work does not pay for the overhead.
-ENTRIES_PER_THREAD = 2**14
+ATTENTION_ENTRIES_PER_THREAD = 2**14
 
 TENSOR_FIELDS = ("queries", "keys", "values", "out", "d_out", "d_queries", "d_keys", "d_values")
 SIZE_FIELDS = ("batch", "heads", "group", "query_count", "key_count", "width", "value_width", "parts")
@@ -67,7 +65,7 @@ def refuses(call: Call) -> list[str]:
         return ["our C kernels run on CPUs only"]
     if call.is_vmapped or call.is_transformed or is_traced(call.q):
         return ["torch.compile and torch.func transforms are not supported"]
-    reasons = call_refusals(call) + mask_inputs.refuses(call)
+    reasons = call_refusals(call) + kernel_inputs.refuses(call)
     # Checked last: it may compile the library, which takes seconds.
     missing = None if reasons else native.why_unavailable("attention")
     return reasons if missing is None else [missing]
@@ -194,7 +192,7 @@ def run_c_function(
         scale=call.score.factor(call.q.shape[-1]),
         **fields,
     )
-    native.run_in_threads(getattr(native.load_library("attention"), name), struct, count_threads(call))
+    native.run_in_threads(getattr(native.load_library("attention"), name), struct, choose_thread_count(call))
     if struct.failed:
         raise MemoryError("out of memory for the buffers of attention")
 
@@ -215,13 +213,13 @@ def struct_sizes(call: Call) -> dict[str, int]:
     }
 
 
-def count_threads(call: Call) -> int:
-    return min(torch.get_num_threads(), max(call.q.shape[:3].numel() * call.k.shape[2] // ENTRIES_PER_THREAD, 1))
+def choose_thread_count(call: Call) -> int:
+    return native.count_threads(call.q.shape[:3].numel() * call.k.shape[2], ATTENTION_ENTRIES_PER_THREAD)
 
 
 def choose_part_count(call: Call) -> int:
     """Splits the keys into parts, a few per thread, where the heads alone do not divide evenly among the threads."""
-    pieces, threads = call.k.shape[:2].numel(), count_threads(call)
+    pieces, threads = call.k.shape[:2].numel(), choose_thread_count(call)
     if threads == 1 or pieces % threads == 0 or pieces >= 8 * threads:
         return 1
     return min(-(-4 * threads // pieces), call.k.shape[2])

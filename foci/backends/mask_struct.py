@@ -7,7 +7,7 @@ import ctypes
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.gpu import mask_inputs
+from foci.masks import kernel_inputs
 from foci.masks.kinds import Causal
 from foci.runtime.tensor_cache import cache_per_stream
 
@@ -26,7 +26,7 @@ class MaskStruct(ctypes.Structure):
 
 def build_mask_tensors(call: Call) -> dict[str, Tensor]:
     """The tensors of the mask by the name of their field; the struct holds only their addresses."""
-    masks = mask_inputs.build_kernel_masks(call)
+    masks = kernel_inputs.build_kernel_masks(call)
     ranges = build_causal_ranges(call) if masks.causal else masks.key_ranges
     tensors = {} if ranges is None else {"key_ranges": ranges.contiguous()}
     if masks.query_ids is not None and masks.key_ids is not None and not are_ranges_exact(masks.key_ids):

@@ -19,7 +19,7 @@ from foci.backends import triton
 from foci.gpu import attention
 from foci.gpu.attention.repeated_call import RepeatedCall
 from foci.gpu.compilation import prepare_compiler
-from foci.gpu.mask_inputs import describe_mask
+from foci.masks.kernel_inputs import describe_mask
 from foci.runtime.tracing import is_autocast_enabled, is_inside_torch_func, is_vmapped
 from foci.scores import Dot
 

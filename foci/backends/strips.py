@@ -8,7 +8,6 @@ B batch, H heads, R rows of the strip, C keys that the strip sees.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,12 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from foci.arguments import Call
 from foci.backends import reference
 from foci.backends.additive_cpu import with_fast_additive
-from foci.masks.range_algebra import KeyRanges, Segment
+from foci.masks.range_algebra import KeyRanges, KeySegment
 from foci.runtime.tracing import is_capturing_cuda_graph, is_traced
 
 # The sequences and heads of a part.
 PartIndex = tuple[slice, slice]
-LOG2_E = math.log2(math.e)
 CPU = torch.device("cpu")
 
 # Entries of a strip: as many as fit a core's cache, and as many as keep a GPU busy.
@@ -37,7 +35,7 @@ class Strip:
     """Some rows, and the ranges of keys that they see."""
 
     rows: slice
-    segments: tuple[Segment, ...]
+    segments: tuple[KeySegment, ...]
 
     @property
     def width(self) -> int:
@@ -97,7 +95,7 @@ def split_into_strips(call: Call) -> Iterator[Strip]:
         yield Strip(slice(start, min(start + rows, queries)), tuple(segments[index]))
 
 
-def visible_segments(call: Call, rows: int) -> list[list[Segment]]:
+def visible_segments(call: Call, rows: int) -> list[list[KeySegment]]:
     """Key segments of each strip.
 
     Without a mask: all keys, fully visible. While tracing, and while a CUDA graph is captured and the mask has tensors:
@@ -106,9 +104,9 @@ def visible_segments(call: Call, rows: int) -> list[list[Segment]]:
     queries, keys = call.q.shape[2], call.k.shape[2]
     strips = -(-queries // rows)
     if call.mask is None:
-        return [[Segment(0, keys, 0, keys)]] * strips
+        return [[KeySegment(0, keys, 0, keys)]] * strips
     if is_traced(call.q) or (is_capturing_cuda_graph(call.q) and not call.mask.is_static):
-        return [[Segment(0, keys, keys, keys)]] * strips
+        return [[KeySegment(0, keys, keys, keys)]] * strips
     return visible_ranges(call).segments(rows)
 
 
@@ -129,7 +127,7 @@ def strip_logits(call: Call, strip: Strip, fill: float = -torch.inf) -> Tensor:
     return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
 
 
-def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, fill: float) -> Tensor:
+def segment_logits(call: Call, q: Tensor, rows: slice, segment: KeySegment, fill: float) -> Tensor:
     columns = slice(segment.start, segment.stop)
     unmasked = reference.compute_unmasked_logits(
         with_fast_additive(call), q, slice_tokens(call.k, columns), call.tile(rows, columns)
@@ -143,7 +141,7 @@ def slice_tokens(x: Tensor, run: slice) -> Tensor:
     return x if run.start == 0 and run.stop == x.shape[2] else x[:, :, run]
 
 
-def mask_segment_edges(call: Call, logits: Tensor, rows: slice, segment: Segment, fill: float) -> None:
+def mask_segment_edges(call: Call, logits: Tensor, rows: slice, segment: KeySegment, fill: float) -> None:
     """Masks the edges of a segment in place; every query sees every key between them."""
     if call.mask is None:
         return

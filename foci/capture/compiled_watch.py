@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture.alerts import AttentionWarning
-from foci.capture.compiled_calls import (
+from foci.capture.compiled_statistics import (
     CompletePasses,
     Observer,
     find_device,
@@ -29,7 +29,7 @@ from foci.capture.compiled_calls import (
     make_observer,
     observe_compiled_calls,
 )
-from foci.capture.generation_steps import CaptureError
+from foci.capture.errors import CaptureError
 from foci.capture.host_copy import HostCopier
 from foci.capture.model_structure import ModelStructure, read_structure
 from foci.capture.pending_statistics import compute_norms

@@ -19,6 +19,7 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.biases import Bias, DenseBias
 from foci.call import DEFAULT_SCORE
+from foci.capture.errors import CaptureError
 from foci.masks.base import Mask, as_mask, split_conjunction
 from foci.masks.kinds import Causal, Padding, Prefix, Window, causal, padding
 from foci.masks.tile import CallSizes
@@ -29,10 +30,6 @@ from foci.weights.weights import Weights
 MAX_DENSE_MASK_BYTES = 2**31
 
 INTEGER_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class CaptureError(ValueError):
-    """A call that cannot be recorded as requested; raised from within the watched model."""
 
 
 def fingerprint_keys(k: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.capture.generation_steps import CaptureError
+from foci.capture.errors import CaptureError
 
 
 def zero_heads(out: Tensor, heads: list[int] | None, axis: int, name: str) -> Tensor:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from foci.capture.generation_steps import CaptureError
+from foci.capture.errors import CaptureError
 from foci.capture.naming import LayerName
 
 HEAD_NAME = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")

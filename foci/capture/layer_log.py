@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from foci.capture.errors import CaptureError
 from foci.capture.generation_steps import (
-    CaptureError,
     GenerationStep,
     check_queries,
     count_step_bytes,

@@ -16,6 +16,7 @@ from foci.capture.model_loading import (
     auto_class_of,
     check_input_kind,
     find_model_for,
+    find_task_for,
     ignore_message,
     is_foci_model,
     load_text_model,
@@ -65,8 +66,8 @@ def look(
 
     Args:
         text: the text to read, or the path of a text, image or sound file.
-        model: the folder or name of a Hugging Face model, a file or run directory of foci, or the name of a model that
-            ships ("translation"); None: the shipped model for a text, an image or a sound.
+        model: the folder or name of a Hugging Face model, a file or run directory of foci, or the name of a
+            pretrained model ("translation"); None: the pretrained model for a text, an image or a sound.
         device: "cpu", "cuda", or "auto" for the GPU if there is one.
         new_tokens: the largest number of tokens that an encoder-decoder may generate.
         report: is called with progress messages and with the notes of the record.
@@ -86,7 +87,7 @@ def look(
     if is_foci_model(Path(path)):
         record = record_with_foci_model(text, kind, path, device, report, shown_name=str(model or name))
     elif kind != "texts":
-        raise ValueError(f"model must be a model of foci for {kind}, such as {find_model_for(kind)}, got {name}")
+        raise ValueError(f"model must be a model of foci for {kind}, such as {find_task_for(kind)}, got {name}")
     else:
         record = record_text(load_text_model(path, device, report), text, new_tokens, report)
     record.model = name

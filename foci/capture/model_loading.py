@@ -1,7 +1,7 @@
 """Finds and loads the model that `foci.look` and the explorer run.
 
 A model is a Hugging Face model, by folder or name; a model that foci trained, by its file or run directory; or a
-pretrained model that ships with foci, by name.
+pretrained model of foci, by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from foci.inputs.bpe import explain_panics
 CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 # Code that comes with a model is never run, and permission is never requested.
 LOAD_OPTIONS: dict[str, Any] = {"trust_remote_code": False}
-# The shipped models that read text, the default first.
+# The pretrained models that read text, the default first.
 TEXT_MODELS = ("translation", "generation", "sentiment", "summarization")
 # The input of models for these tasks; models for all other tasks take texts.
 TASK_INPUTS = {"vision": "images", "speech": "sounds"}
@@ -38,6 +38,10 @@ class TextModel:
     tokenizer: Any
     model: Any
     device: str
+
+
+class MissingModelError(ValueError):
+    """No model was given, and no pretrained model takes the input."""
 
 
 def ignore_message(_message: str) -> None:
@@ -119,17 +123,16 @@ def check_model_is_available(name: str) -> None:
 
 
 def locate_model(model: str | os.PathLike[str] | None) -> str:
-    """The path of a model, or its Hugging Face name; None is the first shipped model that reads text."""
-    shipped = list_shipped_models()
-    if model is None and not {*shipped} & {*TEXT_MODELS}:
-        raise ValueError(
-            "model must be named (--model), because no model that reads text ships with this installation: the folder"
-            ' or name of a Hugging Face model, or a foci run; foci explain "..." shows attention without a model'
+    """The path of a model, or its Hugging Face name; None is the first pretrained model that reads text."""
+    pretrained = list_pretrained_by_input()
+    if model is None and not {*pretrained} & {*TEXT_MODELS}:
+        raise MissingModelError(
+            "model must be given, because no pretrained model that reads text is installed, got None"
         )
-    name = shipped[0] if model is None else os.path.expanduser(os.fspath(model))  # noqa: PTH111
+    name = pretrained[0] if model is None else os.path.expanduser(os.fspath(model))  # noqa: PTH111
     if not name:
         raise ValueError(f"model must be {describe_model_choices()}, got an empty name")
-    if name in shipped and not path_exists(Path(name)):
+    if name in pretrained and not path_exists(Path(name)):
         return str(models.MODELS_DIRECTORY / name)
     if name in models.TRAINING_DATA and not path_exists(Path(name)):
         raise ValueError(models.describe_missing_model(name))
@@ -138,31 +141,36 @@ def locate_model(model: str | os.PathLike[str] | None) -> str:
 
 
 def find_model_for(kind: str) -> str | None:
-    """The shipped model that takes images or sounds; None for texts, where `locate_model` knows the default."""
-    name = next((name for name, takes in TASK_INPUTS.items() if takes == kind), None)
+    """The pretrained model that takes images or sounds; None for texts, where `locate_model` knows the default."""
+    name = find_task_for(kind)
     if name is not None and name not in models.list_pretrained():
-        raise ValueError(f"model must be named (--model), because no model for {kind} ships with this installation")
+        raise MissingModelError(f"model must be given, because no pretrained model for {kind} is installed, got None")
     return name
+
+
+def find_task_for(kind: str) -> str | None:
+    """The task whose models take images or sounds; None for texts, which several take."""
+    return next((task for task, takes in TASK_INPUTS.items() if takes == kind), None)
 
 
 def check_input_kind(task: str, kind: str) -> None:
     """Refuses an input of another kind than a task's model takes: texts, images or sounds."""
     taken = TASK_INPUTS.get(task, "texts")
     if taken != kind:
-        fit = next((name for name, takes in TASK_INPUTS.items() if takes == kind), "translation")
+        fit = find_task_for(kind) or "translation"
         raise ValueError(f"model must take {kind}, as {fit} does, got a model for {task}, which takes {taken}")
 
 
-def list_shipped_models() -> list[str]:
-    """The names of the models that ship with foci, the default first."""
+def list_pretrained_by_input() -> list[str]:
+    """The names of the pretrained models that are installed: those that read text first, the default before all."""
     names = models.list_pretrained()
     return [*(name for name in TEXT_MODELS if name in names), *(name for name in names if name not in TEXT_MODELS)]
 
 
 def describe_model_choices() -> str:
     """What `model` may be, for error messages."""
-    shipped = ", ".join(list_shipped_models())
-    return f"the folder or name of a Hugging Face model, a foci run, or a model that ships ({shipped})"
+    pretrained = ", ".join(list_pretrained_by_input())
+    return f"the folder or name of a Hugging Face model, a foci run, or a pretrained model ({pretrained})"
 
 
 def check_path_exists(name: str) -> None:

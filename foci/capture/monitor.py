@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foci.capture.alerts import DEFAULT_ALERTS, Alert, AttentionWarning, find_alerts, warn_about
-from foci.capture.compiled_calls import (
+from foci.capture.compiled_statistics import (
     CompletePasses,
     Observer,
     find_device,
@@ -32,8 +32,8 @@ from foci.capture.recorder import Recorder
 from foci.capture.statistics_writers import write_statistics
 from foci.capture.watch import close_block, open_block
 from foci.record.head_totals import (
-    COLUMNS,
     HEAD_STATISTICS,
+    TOTAL_COLUMNS,
     compute_head_totals,
     compute_sharded_head_totals,
     head_histograms,
@@ -358,7 +358,9 @@ def gather_totals(totals: dict[str, Tensor], heads: dict[str, int], group: Any) 
     devices = [each.device for each in totals.values()]
     device = devices[0] if devices else torch.device("cpu")
     parts = [
-        totals[layer].to(device) if layer in totals else torch.zeros(count, COLUMNS, dtype=torch.float64, device=device)
+        totals[layer].to(device)
+        if layer in totals
+        else torch.zeros(count, TOTAL_COLUMNS, dtype=torch.float64, device=device)
         for layer, count in heads.items()
     ]
     packed = torch.cat(parts)

@@ -75,7 +75,7 @@ class MultiHeadPatch:
                 names["handle_torch_function"] = handle_torch_function
                 torch.backends.mha.set_fastpath_enabled(self.had_fast_path)
             else:
-                names = {"has_torch_function": must_hand_over, "handle_torch_function": hand_over}
+                names = {"has_torch_function": must_dispatch, "handle_torch_function": dispatch_torch_function}
                 self.had_fast_path = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
             vars(F).update(names)
@@ -94,12 +94,12 @@ def intercept_multi_head_attention() -> Iterator[None]:
         MULTI_HEAD_PATCH.update(blocks=-1)
 
 
-def must_hand_over(tensors: tuple[Any, ...]) -> bool:
+def must_dispatch(tensors: tuple[Any, ...]) -> bool:
     """Replaces `has_torch_function`, which only F.multi_head_attention_forward calls."""
     return has_torch_function(tensors) or is_intercepting() or RUNNING.products is not None
 
 
-def hand_over(function: Any, tensors: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+def dispatch_torch_function(function: Any, tensors: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
     """Replaces `handle_torch_function`; torch function modes come first.
 
     Without the matrix, F.multi_head_attention_forward calls F.scaled_dot_product_attention, which is intercepted.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from foci.record.layer import format_layer_name
 from foci.runtime.tensor_cache import MAX_CACHED_TENSORS, get_or_make
 
 # Class names of attention modules.
@@ -49,7 +50,7 @@ class LayerName:
     @property
     def short(self) -> str:
         """The short name of the layer: L5, cross.L5."""
-        return f"{self.stack}.L{self.index}".lstrip(".")
+        return format_layer_name(self.stack, self.index)
 
 
 def find_attention_modules(class_names: Mapping[str, str]) -> list[str]:
@@ -282,9 +283,6 @@ class LayerNames:
         if name in self.attention_modules:
             return name
         return next((known for known in reversed(self.attention_modules) if is_inside(name, known)), None)
-
-    def _is_named_cross(self, name: str) -> bool:
-        return is_named_cross(self.attention_modules, self._attention_module_of(name) or name)
 
     def fit_to_call(self, name: str, is_cross: bool | None, context: str) -> None:
         """Fits a layer name to a call of its module: to its inputs, and to its place in the order of calls.

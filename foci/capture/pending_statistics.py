@@ -1,4 +1,4 @@
-"""Common calls, of which only the tensors are noted, and PendingStatistics, which computes several calls together.
+"""Plain calls, of which only the tensors are noted, and PendingStatistics, which computes several calls together.
 
 On short texts a pass over one layer costs less on the device than the Python code that starts it. Layers of a model
 make the same call on other tensors: their heads are concatenated, and one pass computes the statistics of all of them.
@@ -20,8 +20,8 @@ from foci.arguments import Call
 from foci.call import DEFAULT_SCORE
 from foci.capture.generation_steps import fingerprint_keys
 from foci.capture.host_copy import HostCopier
-from foci.gpu.mask_inputs import describe_mask
 from foci.masks.base import Mask
+from foci.masks.kernel_inputs import describe_mask
 from foci.record.kept import Keep
 from foci.scores import Dot
 from foci.weights.weights import Weights

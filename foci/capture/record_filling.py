@@ -15,7 +15,7 @@ from foci.record.layer import Layer, join_steps
 from foci.record.record import Record
 
 if TYPE_CHECKING:
-    from foci.capture.layer_logs import LayerLogs
+    from foci.capture.log_book import LogBook
     from foci.capture.recorder import Recorder
 
 get_compiled_call = attrgetter("_compiled_call_impl")
@@ -26,7 +26,7 @@ LOST_REASON = "its queries, keys or values were changed in place after the call:
 def fill_record(recorder: Recorder) -> None:
     """Fills the record; waits for copies from the GPU last.
 
-    If the block recorded one pass of common calls, the layers and labels are made when they are first read.
+    If the block recorded one pass of plain calls, the layers and labels are made when they are first read.
     """
     logs, record = recorder.logs, recorder.record
     if recorder.plain_calls and not logs.by_layer and recorder.patch_grid.images is None:
@@ -51,7 +51,7 @@ def fill_record(recorder: Recorder) -> None:
     record.filling = False
 
 
-def check_rows(logs: LayerLogs) -> None:
+def check_rows(logs: LogBook) -> None:
     """Refuses query numbers that no call had."""
     length = max((log.first_call[0] for log in logs.by_layer.values()), default=0)
     numbers = logs.rows if isinstance(logs.rows, list) and length else []

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from foci.backends import run_plain_call_with_lse
 from foci.capture.cross_attention import ModuleInputs
 from foci.capture.diffusion import Denoising
-from foci.capture.generation_steps import CaptureError, take_heads
+from foci.capture.errors import CaptureError
+from foci.capture.generation_steps import take_heads
 from foci.capture.head_selection import HeadSelection
 from foci.capture.layer_log import LayerLog
-from foci.capture.layer_logs import LayerLogs
+from foci.capture.log_book import LogBook
 from foci.capture.module_tracker import ModuleTracker
 from foci.capture.naming import LayerName
 from foci.capture.patches import PatchGrid
@@ -112,10 +113,10 @@ class Recorder(ModuleTracker):
         self.token_ids = TokenIds(tokenizer)
         keeps_text = keep is not None and keep.keeps_text
         self.text_weights = TextWeights(keep, self.token_ids, denoising) if keep is not None and keeps_text else None
-        self.logs = LayerLogs(record.model, keep, rows, limit)
-        # Whether all calls are recorded in full, so that of common ones only the tensors are noted.
+        self.logs = LogBook(record.model, keep, rows, limit)
+        # Whether all calls are recorded in full, so that of plain ones only the tensors are noted.
         self._records_all = self.selection.is_empty and rows is None and denoising is None and not keeps_text
-        # Common calls, each the first one of its module, whose logs are made later.
+        # Plain calls, each the first one of its module, whose logs are made later.
         self.plain_calls: dict[str, tuple[PlainCall, PendingCall | None]] = {}
         # Whether the running pass is a denoising step like the one before, of which only weights on text are kept: then
         # nothing new is noted about its modules.
@@ -227,7 +228,7 @@ class Recorder(ModuleTracker):
     def run_plain_call(
         self, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, is_sdpa: bool = False
     ) -> Tensor | None:
-        """Runs and records a common call of a module after a few comparisons; None for any other call.
+        """Runs and records a plain call of a module after a few comparisons; None for any other call.
 
         Only its tensors are noted. The rest is made of them later: statistics when the pass ends, the layer when the
         record is read. `is_sdpa`: without the block PyTorch's own function would run the call.

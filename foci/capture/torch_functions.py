@@ -25,7 +25,7 @@ from torch import Tensor
 from foci.arguments import cast_for_autocast, fold_batch, prepare_call
 from foci.backends import cpu_c, sdpa
 from foci.call import DEFAULT_SCORE, attention
-from foci.capture.generation_steps import CaptureError
+from foci.capture.errors import CaptureError
 from foci.capture.head_ablation import zero_heads, zero_heads_of_output, zero_heads_of_result
 from foci.capture.module_tracker import MODULE_CALL
 from foci.capture.multi_head_attention import handle_multi_head_attention
@@ -60,7 +60,9 @@ def record_intercepted_call(
             if out is not None:
                 recorder.foci_calls += function is attention
                 return out
-    return function(*args, **kwargs) if name is None else HANDLERS[function](recorder, name, function, args, kwargs)
+    if name is None:
+        return function(*args, **kwargs)
+    return CALL_HANDLERS[function](recorder, name, function, args, kwargs)
 
 
 def is_seen_by_others() -> bool:
@@ -291,7 +293,7 @@ PLAIN_CALLS: dict[Any, Callable[..., PlainArguments | None]] = {
     F.scaled_dot_product_attention: read_plain_sdpa,
     attention: read_plain_attention,
 }
-HANDLERS: dict[Any, Callable[[Recorder, str, Any, PositionalArguments, KeywordArguments], Any]] = {
+CALL_HANDLERS: dict[Any, Callable[[Recorder, str, Any, PositionalArguments, KeywordArguments], Any]] = {
     F.scaled_dot_product_attention: handle_sdpa,
     F.multi_head_attention_forward: handle_multi_head_attention,
     attention: handle_foci_attention,

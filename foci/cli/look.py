@@ -16,7 +16,7 @@ from foci.cli.output import check_out_path, check_utf8, print_status
 if TYPE_CHECKING:
     from foci.record.layer import Layer
     from foci.record.record import Record
-    from foci.view.selection import HeadSelection
+    from foci.view.selection import SelectedHead
 
 EXAMPLES = """\
 examples (`foci samples samples` writes the files in samples/):
@@ -57,13 +57,18 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the model, then show or save the record."""
     from foci.capture.look import look
+    from foci.capture.model_loading import MissingModelError
     from foci.runtime.checks import IMAGE_SUFFIXES
 
     limit_transformers_logging()
     check_out_path(options.out)
     text = check_utf8(" ".join(options.text))
     refuse_directory(text)
-    record = look(text, options.model, device=options.device, report=print_look_status)
+    try:
+        record = look(text, options.model, device=options.device, report=print_look_status)
+    except MissingModelError as error:
+        hint = 'choose one with --model; foci explain "..." shows attention without a model'
+        raise ValueError(f"{error}: {hint}") from error
     head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
     head = choose_head_to_show(record, options, head)
     if options.out is None:
@@ -114,7 +119,7 @@ def choose_head_to_show(record: Record, options: argparse.Namespace, head: str |
     return shown
 
 
-def requested_head(record: Record, options: argparse.Namespace, head: str | int | None) -> HeadSelection:
+def requested_head(record: Record, options: argparse.Namespace, head: str | int | None) -> SelectedHead:
     """The head named by the options, or the one that every view opens with."""
     from foci.view.selection import select_default_head, select_head
 

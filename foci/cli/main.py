@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from foci import __version__
 from foci.cli import bench, data, doctor, evaluate, explain, explore, look, run, samples, train, warmup
-from foci.cli.output import BAD_INPUT, FAILED, describe_error, print_status
+from foci.cli.output import BAD_INPUT, FAILURE, describe_error, print_status
 from foci.cli.unknown_options import explain_unknown_option
 from foci.runtime.printable import make_printable
 
@@ -80,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (ImportError, FloatingPointError) as error:
         print_status(options.command, str(error))
-        return FAILED
+        return FAILURE
     except OSError as error:
         # For example a full disk or an unreadable file.
         print_status(options.command, describe_error(error))
-        return BAD_INPUT if isinstance(error, FileNotFoundError) else FAILED
+        return BAD_INPUT if isinstance(error, FileNotFoundError) else FAILURE
     return status
 
 

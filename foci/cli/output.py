@@ -10,7 +10,7 @@ from foci.runtime.printable import escape_controls, make_printable
 
 # Exit statuses: bad input or usage; any other failure.
 BAD_INPUT = 2
-FAILED = 1
+FAILURE = 1
 # Written out because importing foci.tasks imports torch.
 TASK_NAMES = "translation, generation, vision, sentiment, speech or summarization"
 
@@ -62,5 +62,5 @@ def print_lines(text: str, end: str = "\n") -> None:
 
 
 def print_page(page: TextPage) -> None:
-    """Print a page, whose texts are printable and whose colours are our own."""
+    """Print a page, whose texts are printable and whose colors are our own."""
     print(page)

@@ -77,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--model must be a model for {options.task}, got {named}, a model for {task.name}")
     if is_task and options.model is None and path.parent != models.MODELS_DIRECTORY:
         # A run takes precedence over the pretrained model, which is easily overlooked.
-        is_shipped = task.name in models.list_pretrained()
-        instead = f"; use --model {task.name} for the pretrained model" if is_shipped else ""
+        is_pretrained = task.name in models.list_pretrained()
+        instead = f"; use --model {task.name} for the pretrained model" if is_pretrained else ""
         print_status("run", f"using the model in {path}{instead}")
     as_record = options.out is not None and options.out.suffix.lower() != ANSWERS_SUFFIX
     if as_record and len(options.inputs) != 1:

@@ -31,9 +31,15 @@ SUBJECTS = ("film", "story", "book", "music", "dinner", "service", "hotel", "gam
 PRAISE = ("wonderful", "a joy", "brilliant", "worth every minute", "great fun", "moving", "perfect", "delightful")
 BLAME = ("dull", "a waste of time", "terrible", "far too long", "broken", "a mess", "disappointing", "boring")
 OPENINGS = ("", "After a week, ", "I went with my sister: ", "To be honest, ", "For the price, ", "Once again ")
-ENDINGS = ("", " from start to finish", ", and the weather was fine", ", my brother says", " on a rainy Sunday")
+SENTENCE_ENDINGS = (
+    "",
+    " from start to finish",
+    ", and the weather was fine",
+    ", my brother says",
+    " on a rainy Sunday",
+)
 # The picture has this height and width in pixels.
-PIXELS = 140
+PICTURE_SIZE = 140
 # A sleeve, from the shoulder around to the armpit; x is the distance from the middle, y grows downwards.
 SLEEVE = ((0.25, -0.9), (0.98, -0.45), (0.85, -0.1), (0.5, -0.4))
 SAMPLE_RATE = 8000
@@ -121,7 +127,7 @@ def reviews(count: int) -> list[tuple[str, str]]:
     for number in range(count):
         words, label = (PRAISE, "positive") if number % 2 else (BLAME, "negative")
         middle = f"the {chance.choice(SUBJECTS)} was {chance.choice(words)}"
-        text = f"{chance.choice(OPENINGS)}{middle}{chance.choice(ENDINGS)}."
+        text = f"{chance.choice(OPENINGS)}{middle}{chance.choice(SENTENCE_ENDINGS)}."
         rows.append((text[0].upper() + text[1:], label))
     return rows
 
@@ -132,9 +138,9 @@ def write_pairs_table(path: Path, columns: tuple[str, str], rows: list[tuple[str
 
 def shirt_rows() -> Iterator[bytes]:
     """The rows of a grey picture: a light shirt on black."""
-    for row in range(PIXELS):
-        y = (row + 0.5) / PIXELS * 2 - 1
-        places = [(column + 0.5) / PIXELS * 2 - 1 for column in range(PIXELS)]
+    for row in range(PICTURE_SIZE):
+        y = (row + 0.5) / PICTURE_SIZE * 2 - 1
+        places = [(column + 0.5) / PICTURE_SIZE * 2 - 1 for column in range(PICTURE_SIZE)]
         yield bytes(200 if is_shirt(abs(x), y) else 0 for x in places)
 
 

@@ -34,7 +34,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "forward")
 
 
 class CpuSteps(CachedSteps):
-    """Runs a Transformer decoder token by token; for models that `why_refused` does not refuse."""
+    """Runs a Transformer decoder token by token; for models that `find_refusal` does not refuse."""
 
     def __init__(self, model: nn.Module, prepared: PreparedPrompt) -> None:
         super().__init__(model, prepared)
@@ -186,7 +186,7 @@ def find_decoder(model: nn.Module) -> Decoder | None:
     return decoder if type(decoder) is Decoder else None
 
 
-def why_refused(model: nn.Module, prepared: PreparedPrompt) -> str | None:
+def find_refusal(model: nn.Module, prepared: PreparedPrompt) -> str | None:
     """Why steps of this model cannot run in C; None if they can."""
     decoder = find_decoder(model)
     if decoder is None or type(decoder.head) is not Head or decoder.embedding.tokens is None or not decoder.blocks:
@@ -205,7 +205,7 @@ def why_refused(model: nn.Module, prepared: PreparedPrompt) -> str | None:
     if torch.is_autocast_enabled("cpu"):
         return "autocast must be off"
     # Checked last: it may compile the library, which takes seconds.
-    return native.why_unavailable("decoding") or next(filter(None, map(why_block_refused, decoder.blocks)), None)
+    return native.why_unavailable("decoding") or next(filter(None, map(find_block_refusal, decoder.blocks)), None)
 
 
 def is_plain_memory(memory: Any) -> bool:
@@ -220,7 +220,7 @@ def is_float32_on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
-def why_block_refused(block: nn.Module) -> str | None:
+def find_block_refusal(block: nn.Module) -> str | None:
     library = native.load_library("decoding")
     if type(block) is not Block or type(block.feed_forward) is not FeedForward:
         return "the blocks must be foci.nn.Block"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.decoding.beam import Beam, search_beam
-from foci.decoding.cpu_steps import CpuSteps, why_refused
+from foci.decoding.cpu_steps import CpuSteps, find_refusal
 from foci.decoding.sampling import Sampler, Sampling
 from foci.decoding.static_cache import StaticSteps
 from foci.decoding.steps import CachedSteps, PreparedPrompt, Prompt, UncachedSteps, prepare_prompt
@@ -204,7 +204,7 @@ def choose_steps(
     captured = on_gpu and not is_watched() if capture is None else capture
     if captured or compiled:
         return StaticSteps(model, prepared, new_tokens, captured, compiled)
-    if not is_watched() and why_refused(model, prepared) is None:
+    if not is_watched() and find_refusal(model, prepared) is None:
         return CpuSteps(model, prepared)
     return CachedSteps(model, prepared)
 

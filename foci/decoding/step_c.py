@@ -75,7 +75,7 @@ class Linear:
         struct.inputs, struct.out = x.data_ptr(), out.data_ptr()
         struct.added = None if added is None else added.data_ptr()
         struct.rows, struct.next = rows, 0
-        native.run_in_threads(self.run, struct, count_threads(rows * self.products))
+        native.run_in_threads(self.run, struct, native.count_threads(rows * self.products, PRODUCTS_PER_THREAD))
         return out
 
 
@@ -118,7 +118,8 @@ class TokenAttention:
         struct.key_slot, struct.key_row = keys.stride(0), keys.stride(1)
         struct.key_row_step = key_rows.stride(0) if key_rows.dim() == 2 else 0
         struct.next = 0
-        native.run_in_threads(self.run, struct, count_threads(2 * len(queries) * len(keys) * self.out_width))
+        products = 2 * len(queries) * len(keys) * self.out_width
+        native.run_in_threads(self.run, struct, native.count_threads(products, PRODUCTS_PER_THREAD))
         return out
 
 
@@ -138,7 +139,8 @@ def rank_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         vocabulary=vocabulary,
         count=count,
     )
-    native.run_in_threads(native.load_library("decoding").rank_tokens, struct, count_threads(rows * vocabulary))
+    threads = native.count_threads(rows * vocabulary, PRODUCTS_PER_THREAD)
+    native.run_in_threads(native.load_library("decoding").rank_tokens, struct, threads)
     return values - values[:, :1] - sums.log_(), tokens
 
 
@@ -146,7 +148,3 @@ def is_rankable(logits: Tensor, count: int) -> bool:
     plain = type(logits) is Tensor and logits.device.type == "cpu"
     available = plain and native.why_unavailable("decoding") is None
     return available and count <= native.load_library("decoding").max_count()
-
-
-def count_threads(products: int) -> int:
-    return max(min(torch.get_num_threads(), products // PRODUCTS_PER_THREAD), 1)

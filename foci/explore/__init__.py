@@ -5,8 +5,7 @@
 It listens on 127.0.0.1 only, and its address contains a secret.
 
 access: check requests and bound their size
-models: load models and record their attention
+model_runner: load models and record their attention
 jobs: run models in the background and keep their records
-answers: exact rows, columns and tiles of a record for the page
 server: the web application
 """

@@ -16,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from foci.capture.model_loading import TASK_INPUTS, list_shipped_models, locate_model, resolve_device
+from foci.capture.model_loading import TASK_INPUTS, list_pretrained_by_input, locate_model, resolve_device
 from foci.explore.access import App, Guard
 from foci.explore.jobs import Job, JobQueue, StoredRecord
-from foci.explore.models import UNTRAINED, ModelRunner
+from foci.explore.model_runner import UNTRAINED, ModelRunner
 from foci.record.record import Record
-from foci.view.page import answers
+from foci.view.page import requests
 from foci.view.page.bundle import ASSETS
 
 MAX_UPLOAD_BYTES = 512 * 2**20
@@ -74,8 +74,8 @@ class Explorer:
         return Response(path.read_bytes(), media_type=ASSET_TYPES[path.suffix])
 
     async def list_models(self, _request: Any) -> Any:
-        models = [*dict.fromkeys([UNTRAINED, *self.model_names, *list_shipped_models(), *list_cached_models()])]
-        takes = {name: TASK_INPUTS.get(name, "texts") for name in (UNTRAINED, *list_shipped_models())}
+        models = [*dict.fromkeys([UNTRAINED, *self.model_names, *list_pretrained_by_input(), *list_cached_models()])]
+        takes = {name: TASK_INPUTS.get(name, "texts") for name in (UNTRAINED, *list_pretrained_by_input())}
         return json_response({"models": models, "takes": takes})
 
     async def record_text(self, request: Any) -> Any:
@@ -125,10 +125,10 @@ class Explorer:
         from starlette.concurrency import run_in_threadpool
 
         stored = self.jobs.records.get(request.path_params["name"])
-        handler = answers.HANDLERS.get(request.path_params["question"])
+        handler = requests.REQUEST_HANDLERS.get(request.path_params["question"])
         if stored is None or handler is None:
             return error_response(404, RECORD_GONE)
-        return await run_in_threadpool(answer_question, stored, handler, dict(request.query_params))
+        return await run_in_threadpool(handle_page_request, stored, handler, dict(request.query_params))
 
     def app(self) -> App:
         """Build the web application."""
@@ -155,21 +155,21 @@ class Explorer:
 RECORD_GONE = "this record is no longer available: run the model again"
 
 
-def answer_question(
-    stored: StoredRecord, handler: Callable[[answers.Question], Any], parameters: dict[str, str]
+def handle_page_request(
+    stored: StoredRecord, handler: Callable[[requests.PageRequest], Any], parameters: dict[str, str]
 ) -> Any:
-    """Answer a question; each record answers one at a time, because they share tensors and cores."""
+    """Handle a request of the page; each record handles one at a time, because they share tensors and cores."""
     import torch
     from starlette.responses import Response
 
     try:
         with stored.lock, torch.no_grad():
-            answer = handler(answers.Question(stored.record, parameters))
+            result = handler(requests.PageRequest(stored.record, parameters))
     except ValueError as problem:
         return error_response(400, str(problem))
-    if isinstance(answer, bytes):
-        return Response(answer, media_type="application/octet-stream")
-    return json_response(answer)
+    if isinstance(result, bytes):
+        return Response(result, media_type="application/octet-stream")
+    return json_response(result)
 
 
 def load_upload(file: bytes, job: Job) -> Record:

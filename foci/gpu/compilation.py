@@ -109,7 +109,7 @@ BACKGROUND_COMPILATIONS: list[BackgroundCompilation] = []
 BACKGROUND_LOCK = threading.Lock()
 # The threads of `prepare_compiler`.
 PREPARING: list[threading.Thread] = []
-FAILED = object()
+COMPILE_FAILED = object()
 
 
 def prepare_compiler() -> None:
@@ -211,7 +211,7 @@ def compile_in_mode(
 
     with AsyncCompileMode(executor):
         compiled = [try_compiling(*each) for each in launches]
-        is_new = any(kernel is FAILED or isinstance(kernel, FutureKernel) for kernel in compiled)
+        is_new = any(kernel is COMPILE_FAILED or isinstance(kernel, FutureKernel) for kernel in compiled)
         if later is not None and is_new:
             compile_in_background(later, executor.device)
     return compiled, is_new
@@ -292,18 +292,18 @@ def start_compiling(launch: KernelLaunch, arguments: Sequence[Any]) -> Any:
 
 
 def try_compiling(launch: KernelLaunch, arguments: Sequence[Any]) -> Any:
-    """Start to compile; FAILED if that raises, as Python's parser can while other threads parse."""
+    """Start to compile; COMPILE_FAILED if that raises, as Python's parser can while other threads parse."""
     try:
         return start_compiling(launch, arguments)
     except Exception:  # noqa: BLE001 - whatever it is, compiling the kernel alone raises it again
-        return FAILED
+        return COMPILE_FAILED
 
 
 def finish_compiling(kernel: Any, launch: KernelLaunch, arguments: Sequence[Any]) -> Any:
     """The compiled kernel; compiled again, alone, if it failed while others were compiled."""
     from triton import FutureKernel
 
-    if kernel is FAILED:
+    if kernel is COMPILE_FAILED:
         return start_compiling(launch, arguments)
     if not isinstance(kernel, FutureKernel):
         return kernel

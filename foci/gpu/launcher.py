@@ -34,9 +34,6 @@ from foci.runtime.tensor_cache import get_or_make
 # A full cache is cleared, so that lengths that never recur do not stay in it.
 MAX_CACHED_PLANS = 1024
 
-# The dtypes that our attention kernels take.
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 # A compiled kernel, a function that picks its addresses from a dict of all addresses, and its remaining arguments.
 CompiledLaunch = tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from foci.runtime.durable_files import write_text_atomically
 from foci.runtime.native import UnavailableError, cache_folder
 
 # The GPU tests ran with these versions, so nothing is checked.
@@ -84,11 +85,9 @@ def read_result(path: Path) -> str | None:
 
 
 def write_result(path: Path, failure: str) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.part")
     # Without a place to store it, each process checks again.
     with suppress(OSError):
-        temporary.write_text(json.dumps({"failure": failure}))
-        temporary.replace(path)
+        write_text_atomically(path, json.dumps({"failure": failure}))
 
 
 def run_in_process(module: str, function: str, index: int) -> str | None:

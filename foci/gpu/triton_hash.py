@@ -7,16 +7,16 @@ size or time of change.
 from __future__ import annotations
 
 import hashlib
-import os
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from foci.runtime.durable_files import write_text_atomically
 from foci.runtime.native import UnavailableError, cache_folder
 
 # The parts of the package that the hash covers.
 HASHED = ("_C", "backends", "compiler", "language", "runtime")
-ENDINGS = (".py", ".so", ".pyd")
+HASHED_SUFFIXES = (".py", ".so", ".pyd")
 
 
 def prepare_triton_hash() -> None:
@@ -44,7 +44,7 @@ def hash_path(package: Path) -> Path | None:
 
 def describe_files(package: Path) -> str:
     """Path, size and time of change of every file that Triton hashes, and of those beside them."""
-    found = (path for name in HASHED for ending in ENDINGS for path in (package / name).rglob(f"*{ending}"))
+    found = (path for name in HASHED for suffix in HASHED_SUFFIXES for path in (package / name).rglob(f"*{suffix}"))
     return "\n".join(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in sorted(found))
 
 
@@ -58,8 +58,6 @@ def read_hash(path: Path) -> str | None:
 
 
 def write_hash(path: Path, text: str) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.part")
     # Without a place to store it, each process computes it again.
     with suppress(OSError):
-        temporary.write_text(f"{text}\n")
-        temporary.replace(path)
+        write_text_atomically(path, f"{text}\n")

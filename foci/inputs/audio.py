@@ -174,7 +174,7 @@ def log_mel(
     >>> log_mel(torch.randn(16000), 16000).shape                     # a second of 16 kHz: frames of 10 ms and 80 bands
     torch.Size([101, 80])
 
-    Frame f is centred on sample f · hop; the sound is padded with silence.
+    Frame f is centered on sample f · hop; the sound is padded with silence.
 
     Args:
         samples: in -1 to 1.

@@ -37,8 +37,8 @@ def read_image(path: str | os.PathLike[str], channels: int = 3, size: int | None
 
     Args:
         path: the file.
-        channels: 1 for grey, 3 for colour; the image is converted if necessary.
-        size: height and width of the result: the centre square is cropped and resized; None: that of the file.
+        channels: 1 for grey, 3 for color; the image is converted if necessary.
+        size: height and width of the result: the center square is cropped and resized; None: that of the file.
     """
     if channels not in {1, 3}:
         raise ValueError(f"channels must be 1 or 3, got {channels!r}")
@@ -51,11 +51,12 @@ def read_image(path: str | os.PathLike[str], channels: int = 3, size: int | None
 
 
 def read_netpbm(name: str) -> Tensor:
-    """Reads a binary PGM (grey) or PPM (colour) file with one byte per value."""
+    """Reads a binary PGM (grey) or PPM (color) file with one byte per value."""
     with Path(name).open("rb") as file:
         header = NETPBM_HEADER.match(file.read(MAX_NETPBM_HEADER))
     if header is None or not 0 < int(header[4]) <= 255:
-        raise ValueError(f"{name} must be a binary PGM or PPM image with one byte per value")
+        got = "no valid header" if header is None else f"values up to {int(header[4])}"
+        raise ValueError(f"{name} must be a binary PGM or PPM image with one byte per value, got {got}")
     width, height, channels = int(header[2]), int(header[3]), 1 if header[1] == b"P5" else 3
     MAX_PIXELS.check(name, width * height)
     expected = width * height * channels
@@ -114,7 +115,7 @@ def convert_to_pixels(image: Image.Image) -> Tensor:
 
 
 def composite_on_white(image: Image.Image) -> Image.Image:
-    """Composites a transparent image on white, because the colours of transparent pixels are arbitrary."""
+    """Composites a transparent image on white, because the colors of transparent pixels are arbitrary."""
     from PIL import Image
 
     image = image.convert("RGBA")
@@ -130,7 +131,7 @@ def match_background(pixels: Tensor, ground: Literal["dark", "light"]) -> Tensor
 
 
 def convert_channels(pixels: Tensor, channels: int) -> Tensor:
-    """Converts colour to grey by luma, or grey to colour by repeating the channel."""
+    """Converts color to grey by luma, or grey to color by repeating the channel."""
     if len(pixels) == channels:
         return pixels
     if channels == 3:
@@ -141,7 +142,7 @@ def convert_channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def crop_and_resize(pixels: Tensor, size: int | None) -> Tensor:
-    """Crops the centre square and resizes it: (C, size, size)."""
+    """Crops the center square and resizes it: (C, size, size)."""
     height, width = pixels.shape[1:]
     if size is None or (height, width) == (size, size):
         return pixels

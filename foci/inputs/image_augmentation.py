@@ -52,10 +52,10 @@ def random_boxes(
     ratio = torch.exp((torch.rand(batch, generator=generator) * 2 - 1) * 0.7)
     sides = []
     for length, stretched in ((height, (areas * ratio).sqrt()), (width, (areas / ratio).sqrt())):
-        centre = torch.rand(batch, generator=generator)[:, None] * length
+        center = torch.rand(batch, generator=generator)[:, None] * length
         half = (stretched.clamp(max=1.0) * length / 2)[:, None]
         pixels = torch.arange(length) + 0.5
-        sides.append((pixels > centre - half) & (pixels < centre + half))
+        sides.append((pixels > center - half) & (pixels < center + half))
     return (sides[0][:, :, None] & sides[1][:, None, :])[:, None]
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key_range, load_lse
 
 # Numbers that no kernel is compiled for.
-SIZES = ["H", "P", "group", "student_group", "Tq", "Tk", "tiles"]
+LENGTHS = ["H", "P", "group", "student_group", "Tq", "Tk", "tiles"]
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def mean_weights(
     return total / heads
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=LENGTHS)
 def row_lse(
     q, k, lse, key_ranges, query_ids, key_ids, H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key,
@@ -118,7 +118,7 @@ def row_lse(
     tl.store(lse + pair * Tq + i, found, mask=i < Tq)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=LENGTHS)
 def row_divergence(
     q, k, lse, student_q, student_k, student_lse, divergence, d_q, key_ranges, query_ids, key_ids,
     H, P, group, student_group, Tq, Tk, D, E, tiles,
@@ -194,7 +194,7 @@ def capped_slope(logits, softcap):
     return 1 - tanh * tanh
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=LENGTHS)
 def key_gradients(
     q, k, lse, student_q, student_k, student_lse, slopes, d_k, key_ranges, query_ids, key_ids,
     H, P, group, student_group, Tq, Tk, D, E, tiles,

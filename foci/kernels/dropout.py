@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def hash32(x):
+def hash_32_bits(x):
     """A 32-bit integer hash in 64-bit arithmetic."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
@@ -18,6 +18,6 @@ def hash32(x):
 @triton.jit
 def dropout_keeps(seed, b, h, i, j, threshold):
     """Which entries dropout keeps. seed is the random int64 of the call; i and j broadcast to the tile."""
-    noise = hash32(hash32(seed + b) * 5 + h)
-    noise = hash32(noise * 5 + i.to(tl.int64))
-    return hash32(noise * 5 + j.to(tl.int64)) >= threshold
+    noise = hash_32_bits(hash_32_bits(seed + b) * 5 + h)
+    noise = hash_32_bits(noise * 5 + i.to(tl.int64))
+    return hash_32_bits(noise * 5 + j.to(tl.int64)) >= threshold

@@ -18,7 +18,7 @@ from torch import Tensor
 from foci.masks.tile import CallSizes
 
 
-class Segment(NamedTuple):
+class KeySegment(NamedTuple):
     """Keys from start to stop; those from full_start to full_stop are visible to every query of the strip."""
 
     start: int
@@ -102,23 +102,23 @@ class KeyRanges:
         ranges = [torch.stack(torch.broadcast_tensors(*to_same_device(low, high)), dim=1) for low, high in self.ranges]
         return torch.stack(torch.broadcast_tensors(*ranges), dim=1).to(device=device, dtype=torch.int32).contiguous()
 
-    def segments(self, rows: int) -> list[list[Segment]]:
+    def segments(self, rows: int) -> list[list[KeySegment]]:
         """For each strip of `rows` queries, the key ranges to visit."""
         strips = zip(*(self._strips(low, high, rows) for low, high in self.ranges), strict=True)
         return [
             merge_segments(sorted(segment for segment in strip if segment.start < segment.stop)) for strip in strips
         ]
 
-    def _strips(self, low: Tensor, high: Tensor, rows: int) -> list[Segment]:
+    def _strips(self, low: Tensor, high: Tensor, rows: int) -> list[KeySegment]:
         low, high = torch.broadcast_tensors(*to_same_device(low, high))
         visible = low < high
         start = strip_min(torch.where(visible, low, self.keys), rows, self.keys)
         stop = -strip_min(torch.where(visible, -high, 0), rows, 0)
         if not self.exact:
-            return [Segment(a, b, b, b) for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
+            return [KeySegment(a, b, b, b) for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
         inner = (-strip_min(-low, rows, 0)).maximum(start).minimum(stop)
         outer = strip_min(high, rows, self.keys).maximum(inner).minimum(stop)
-        return [Segment(*ends) for ends in torch.stack([start, stop, inner, outer], dim=1).tolist()]
+        return [KeySegment(*ends) for ends in torch.stack([start, stop, inner, outer], dim=1).tolist()]
 
 
 def strip_min(values: Tensor, rows: int, fill: int) -> Tensor:
@@ -134,13 +134,13 @@ def to_same_device(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return (a.to(b.device), b) if a.device.type == "cpu" else (a, b.to(a.device))
 
 
-def merge_segments(segments: list[Segment]) -> list[Segment]:
+def merge_segments(segments: list[KeySegment]) -> list[KeySegment]:
     """Merges overlapping segments; every key of a merged segment needs the mask."""
-    merged: list[Segment] = []
+    merged: list[KeySegment] = []
     for segment in segments:
         if merged and segment.start < merged[-1].stop:
             stop = max(merged[-1].stop, segment.stop)
-            merged[-1] = Segment(merged[-1].start, stop, stop, stop)
+            merged[-1] = KeySegment(merged[-1].start, stop, stop, stop)
         else:
             merged.append(segment)
     return merged

@@ -27,7 +27,7 @@ from foci.nn.stack import Output
 from foci.nn.transformer import Encoder
 
 # The constants of the n-gram hash: a factor without small divisors for each earlier token, the modulus 2**31 - 1, and
-# the multiplier that separates neighbouring values.
+# the multiplier that separates neighboring values.
 NGRAM_HASH_FACTORS = (1_000_003, 754_974_721, 167_772_161)
 NGRAM_HASH_MODULUS, NGRAM_HASH_MULTIPLIER = 2_147_483_647, 1_597_334_677
 
@@ -172,6 +172,6 @@ def hash_ngrams(tokens: Tensor, count: int, buckets: int) -> Tensor:
         # The tokens before the first one count as padding.
         before = F.pad(tokens, (back, 0))[:, : tokens.shape[1]] if back <= tokens.shape[1] else torch.zeros_like(tokens)
         hashed = (hashed * NGRAM_HASH_FACTORS[back - 1] + before + 1) % NGRAM_HASH_MODULUS
-    # Separate neighbouring values, because a factor may be nearly a multiple of the number of buckets.
+    # Separate neighboring values, because a factor may be nearly a multiple of the number of buckets.
     hashed = hashed * NGRAM_HASH_MULTIPLIER % NGRAM_HASH_MODULUS
     return (hashed ^ hashed >> 15) * NGRAM_HASH_MULTIPLIER % NGRAM_HASH_MODULUS % buckets

@@ -199,7 +199,7 @@ class StandardConv2d(nn.Conv2d):
 
 
 def build_stem(config: VisionConfig) -> nn.Sequential | None:
-    """Convolutions with GroupNorm and GELU; max pooling over 3 x 3 pixels lets neighbouring patches share pixels."""
+    """Convolutions with GroupNorm and GELU; max pooling over 3 x 3 pixels lets neighboring patches share pixels."""
     if not config.stem:
         return None
     parts: list[nn.Module] = []

@@ -311,11 +311,11 @@ def pair_single(first: Record, second: Record) -> list[LayerPair]:
     names = [[record.name_of(layer, head) for head in layer.heads] for record, layer in ((first, one), (second, other))]
     if len(names[0]) != len(names[1]):
         raise ValueError(f"a and b must have the same number of heads, got {len(names[0])} and {len(names[1])}")
-    heads = tuple(join_names(*both) for both in zip(*names, strict=True))
-    return [LayerPair(join_names(first.name_of(one), second.name_of(other)), one, other, heads)]
+    heads = tuple(name_pair(*both) for both in zip(*names, strict=True))
+    return [LayerPair(name_pair(first.name_of(one), second.name_of(other)), one, other, heads)]
 
 
-def join_names(first: str, second: str) -> str:
+def name_pair(first: str, second: str) -> str:
     return first if first == second else f"{first} and {second}"
 
 

@@ -10,9 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.runtime.checks import is_positive_int
+from foci.weights.checks import check_k, check_over, check_picture_size
 from foci.weights.grouping import assign_groups
 from foci.weights.summary import Top
+
+# The largest number of matrix entries read at a time.
+MAX_STRIP_ENTRIES = 1 << 22
+
+
+class RightOperand:
+    """A matrix with `__matmul__` and `__rmatmul__` that may also stand right of a tensor: `x @ matrix`."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Dispatches the matrix products of PyTorch."""
+        if function is torch.Tensor.__rmatmul__:
+            return args[1].__matmul__(args[0])
+        left, right = args
+        is_left = isinstance(left, cls)
+        return left.__matmul__(right) if is_left else right.__rmatmul__(left)
 
 
 class DenseWeights:
@@ -61,8 +77,7 @@ class DenseWeights:
         return product.squeeze(-2) if is_vector else product
 
     def mean(self, over: str) -> DenseWeights:
-        if over != "heads":
-            raise ValueError(f"over must be 'heads', got {over!r}")
+        check_over(over)
         return DenseWeights(self._as_float32.mean(-3), self.positions)
 
     def entropy(self) -> Tensor:
@@ -81,22 +96,14 @@ class DenseWeights:
         return (self._as_float32 * (keys - self.positions[:, None]).abs()).sum(-1)
 
     def top(self, k: int) -> Top:
-        if not is_positive_int(k) or k > self.shape[-1]:
-            raise ValueError(f"k must be an int from 1 to {self.shape[-1]}, the number of keys, got {k!r}")
+        check_k(k, self.shape[-1])
         # A stable sort: of equal weights the lower key comes first.
         values, keys = self._as_float32.sort(dim=-1, descending=True, stable=True)
         values, keys = values[..., :k], keys[..., :k]
         return Top(values, torch.where(values > 0, keys, -1))
 
     def picture(self, rows: int, columns: int, reduce: str = "mean") -> Tensor:
-        if reduce not in {"mean", "max"}:
-            raise ValueError(f"reduce must be 'mean' or 'max', got {reduce!r}")
-        queries, keys = self.shape[-2:]
-        if not (is_positive_int(rows) and is_positive_int(columns) and rows <= queries and columns <= keys):
-            raise ValueError(
-                f"rows and columns must be ints from 1 to {queries} and from 1 to {keys} for this matrix,"
-                f" got {rows!r} x {columns!r}"
-            )
+        check_picture_size(rows, columns, reduce, *self.shape[-2:])
         return pool_matrix_rows(pool_matrix_rows(self._as_float32, rows, reduce).mT, columns, reduce).mT
 
     def grouped(self, query_groups: Any, key_groups: Any) -> Tensor:

@@ -17,7 +17,7 @@ from foci.record.layer import Layer, join_steps
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
 from foci.record.window_weights import WindowWeights
 from foci.weights import parts_file
-from foci.weights.file import is_int_tuple, require
+from foci.weights.file import describe_shape, is_int_tuple, require
 from foci.weights.weights import Weights
 
 RECORD_FORMAT = "foci.record/1"
@@ -92,11 +92,11 @@ def parse_windows(part: Any) -> WindowWeights:
     names = {"windows", "positions", "length"}
     require(is_dict(part) and part.keys() == names, "windows", f"a dict of {sorted(names)}", str(part)[:80])
     windows, positions, length = part["windows"], part["positions"], part["length"]
-    require(is_float_tensor(windows, 5), "windows", "a float tensor (B, H, W, n, n)", shape_or_type_of(windows))
+    require(is_float_tensor(windows, 5), "windows", "a float tensor (B, H, W, n, n)", describe_shape(windows))
     fits = isinstance(positions, Tensor) and positions.dtype == torch.int64 and positions.dim() == 2
-    require(fits, "the positions of windows", "int64 (W, n)", shape_or_type_of(positions))
+    require(fits, "the positions of windows", "int64 (W, n)", describe_shape(positions))
     expected = (*positions.shape, positions.shape[1])
-    require(tuple(windows.shape[2:]) == expected, "windows", f"(B, H, {expected})", shape_or_type_of(windows))
+    require(tuple(windows.shape[2:]) == expected, "windows", f"(B, H, {expected})", describe_shape(windows))
     require(type(length) is int and 0 < length <= positions.numel(), "length", "the number of patches", length)
     inside = positions[positions >= 0].sort().values
     require(torch.equal(inside, torch.arange(length)), "the positions of windows", "each patch once", "others")
@@ -112,13 +112,8 @@ def encode_labels(labels: Labels) -> dict[str, Any]:
 
 def load_record_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The fields of a `Record`, from a file that `save_record` wrote."""
-    try:
+    with parts_file.explain_damage(path, "foci record"):
         return parse_record(parts_file.load_parts(path, RECORD_FORMAT))
-    except (OSError, ImportError):
-        raise
-    except Exception as error:
-        # Any error that a damaged or hostile file causes in the checks becomes a ValueError.
-        raise ValueError(f"{os.fspath(path)} is not a valid foci record: {error}") from error
 
 
 def parse_record(found: dict[str, Any]) -> dict[str, Any]:
@@ -235,11 +230,11 @@ def check_layer_tensors(layer: Layer) -> None:
     for name, tensor, rest in (("value_norms", layer.value_norms, 0), ("values", layer.values, 1)):
         if tensor is not None:
             fits = is_float_tensor(tensor, 3 + rest) and tuple(tensor.shape[:3]) == (batch, layer.kv_heads, keys)
-            require(fits, name, f"({batch}, {layer.kv_heads}, {keys}{', Dv' * rest})", shape_or_type_of(tensor))
+            require(fits, name, f"({batch}, {layer.kv_heads}, {keys}{', Dv' * rest})", describe_shape(tensor))
     positions = layer.query_positions
     if positions is not None:
         fits = isinstance(positions, Tensor) and positions.dtype == torch.int64 and positions.shape == (queries,)
-        require(fits, "query_places", f"int64 ({queries},)", shape_or_type_of(positions))
+        require(fits, "query_places", f"int64 ({queries},)", describe_shape(positions))
 
 
 def parse_kept_statistics(part: Any) -> KeptStatistics:
@@ -269,7 +264,7 @@ def parse_kept_statistics(part: Any) -> KeptStatistics:
         fits = tensor.dim() == len(expected) and all(
             want in {-1, size} for want, size in zip(expected, tensor.shape, strict=True)
         )
-        require(fits, name, expected, shape_or_type_of(tensor))
+        require(fits, name, expected, describe_shape(tensor))
         integers = name == "top_keys"
         require(
             tensor.is_floating_point() != integers, name, f"of {'integers' if integers else 'floats'}", tensor.dtype
@@ -286,7 +281,7 @@ def parse_kept_statistics(part: Any) -> KeptStatistics:
             keys.shape == statistics["top_values"].shape,
             "top_values and top_keys",
             "of one shape",
-            shape_or_type_of(keys),
+            describe_shape(keys),
         )
         require(
             bool(((keys >= -1) & (keys < shape[3])).all()), "top_keys", f"from -1 to {shape[3] - 1}", "other numbers"
@@ -388,7 +383,3 @@ def is_tuple_of_strings(thing: Any) -> bool:
 
 def is_float_tensor(thing: Any, dimensions: int) -> bool:
     return isinstance(thing, Tensor) and thing.is_floating_point() and thing.dim() == dimensions
-
-
-def shape_or_type_of(thing: Any) -> Any:
-    return tuple(thing.shape) if isinstance(thing, Tensor) else type(thing).__name__

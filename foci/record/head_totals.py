@@ -1,7 +1,7 @@
 """Totals of each head over queries, from which the statistics of `foci.Monitor` follow; totals of several calls merge.
 
-The totals of a layer are one float64 tensor (H, COLUMNS): sums over the queries, histograms, and maxima. They stay on
-the device: nothing here waits for it.
+The totals of a layer are one float64 tensor (H, TOTAL_COLUMNS): sums over the queries, histograms, and maxima. They
+stay on the device: nothing here waits for it.
 
 B batch, H heads, Tq queries, Tk keys.
 """
@@ -54,13 +54,13 @@ HISTOGRAM_EDGES: dict[str, tuple[float, ...]] = {
 SUM_COLUMNS = ("queries", "invalid", "entropy", "heaviest", "first_token", "sink_mass", "distance")
 HISTOGRAM_COLUMNS = sum(map(len, HISTOGRAM_EDGES.values()))
 SUMMED = len(SUM_COLUMNS) + HISTOGRAM_COLUMNS
-COLUMNS = SUMMED + 2
+TOTAL_COLUMNS = SUMMED + 2
 
 
 @torch.no_grad()
 @disable_autocast
 def compute_head_totals(weights: Weights, names: Collection[str]) -> Tensor:
-    """The totals of weights (B, H, Tq, Tk), as (H, COLUMNS); `names` are the statistics to compute, in one pass."""
+    """The totals of weights (B, H, Tq, Tk), (H, TOTAL_COLUMNS), in one pass; `names` are the statistics to compute."""
     call, lse = weights.call, weights.tensors.lse
     request = Request(
         entropy="entropy" in names or "least_entropy" in names,
@@ -104,9 +104,9 @@ def compute_head_totals(weights: Weights, names: Collection[str]) -> Tensor:
 @torch.no_grad()
 @disable_autocast
 def compute_sharded_head_totals(weights: ShardedWeights, names: Collection[str]) -> Tensor:
-    """The share of this process in the totals of all heads: those of some heads with all queries, (H, COLUMNS)."""
+    """The share of this process in the totals of all heads: some heads with all queries, (H, TOTAL_COLUMNS)."""
     own = weights.by_heads()
-    totals = torch.zeros(own.heads, COLUMNS, dtype=torch.float64, device=weights.device)
+    totals = torch.zeros(own.heads, TOTAL_COLUMNS, dtype=torch.float64, device=weights.device)
     totals[:, SUMMED:] = -math.inf
     if own.is_counted and own.part.stop > own.part.start and own.local.shape[0]:
         totals[own.part] = compute_head_totals(own.local, names)
@@ -169,14 +169,14 @@ def compute_maxima(found: Mapping[str, Tensor], counted: Tensor, zeros: Tensor) 
     missing = torch.full_like(zeros, -math.inf)
     if not counted.numel():
         return [missing, missing]
-    largest = found["largest"].amax(0).double() if "largest" in found else missing
+    largest = found["largest_logit"].amax(0).double() if "largest_logit" in found else missing
     entropy = found.get("entropy")
     least = missing if entropy is None else torch.where(counted, -entropy, -math.inf).amax((0, 2)).double()
     return [largest, least]
 
 
 def merge_head_totals(totals: Tensor) -> Tensor:
-    """The totals of several calls, steps or processes, (n, ..., COLUMNS), as one: (..., COLUMNS)."""
+    """The totals of several calls, steps or processes, (n, ..., TOTAL_COLUMNS), as one: (..., TOTAL_COLUMNS)."""
     if len(totals) == 1:
         return totals[0]
     return torch.cat([totals[..., :SUMMED].sum(0), totals[..., SUMMED:].amax(0)], -1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,6 +209,6 @@ def parse_line(line: str, name: str) -> StepStatistics:
 def parse_numbers(values: Any) -> Tensor:
     """A list of numbers; None, and what float32 cannot hold, is NaN."""
     if not isinstance(values, list) or not all(value is None or type(value) in {int, float} for value in values):
-        raise TypeError("values must be a list of numbers")
+        raise TypeError(f"values must be a list of numbers, got {reprlib.repr(values)}")
     numbers = [math.nan if value is None or abs(value) > torch.finfo().max else float(value) for value in values]
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")

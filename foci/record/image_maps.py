@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foci.record import metrics
+from foci.record.dense import MAX_STRIP_ENTRIES
 from foci.record.from_tensors import explain_misfit
 from foci.record.labels import Labels, Segment
 from foci.record.patch_layout import Box, check_box, enlarge, lay_out, measure_coverage, resize_to_finest
@@ -27,8 +28,6 @@ MAX_LISTED_WORDS = 30
 
 # Which of a word and an image has the queries.
 DIRECTIONS = ("text->image", "image->text")
-# The largest number of matrix entries read at a time.
-MAX_STRIP_ENTRIES = 1 << 22
 
 
 @torch.no_grad()

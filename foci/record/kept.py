@@ -5,6 +5,7 @@ B batch, H heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -226,7 +227,8 @@ class KeptStatistics(Mapping[str, Tensor]):
     def received(self, queries: Any = None, per: str = "query_head") -> Tensor:
         if queries is not None or per != "query_head":
             raise ValueError(
-                "'received' was recorded for all queries and per query head only; use keep='lazy' in foci.watch"
+                "queries must be None and per 'query_head' for kept statistics, got"
+                f" {reprlib.repr(queries)} and {per!r}: use keep='lazy' in foci.watch"
             )
         return self["received"]
 

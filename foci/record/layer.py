@@ -160,7 +160,7 @@ class Layer:
     def label(self) -> str:
         """The short name: L5, cross.L5; L5H3 for a single head."""
         head = f"H{self.heads[0]}" if self.single else ""
-        return f"{self.stack}.L{self.index}{head}".lstrip(".")
+        return format_layer_name(self.stack, self.index) + head
 
     @property
     def available(self) -> frozenset[str]:
@@ -510,6 +510,11 @@ class Layer:
         kind = f"mean of {len(self.steps)} steps" if self.steps else kind
         size = f"{self.nbytes:,} bytes"
         return f"Layer({self.label}, {self.name!r}, {self.shape}, {kind}, {size})"
+
+
+def format_layer_name(stack: str, index: int) -> str:
+    """The short name of a layer: L5, cross.L5."""
+    return f"{stack}.L{index}".lstrip(".")
 
 
 def join_steps(steps: dict[int, Layer]) -> Layer:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.record.dense import MAX_STRIP_ENTRIES
 from foci.record.kept import find_first_visible_key
 from foci.record.layer import Layer
 
@@ -20,18 +21,17 @@ HEAD_SCORES = {
     "entropy": "how spread out the attention is, in nats: 0 = one key, ln n = uniform over n keys",
     "distance": "the mean distance between a query and its keys, in positions",
     "heaviest": "the largest weight of a query",
-    "first token": "the weight on the first key, often an attention sink, plus the mass of a learned sink",
-    "previous token": "the weight on the key directly before the query",
-    "duplicate token": "the weight on earlier keys with the same token as the query",
+    "first_token": "the weight on the first key, often an attention sink",
+    "sink_mass": "the share of a learned sink, if there is one",
+    "previous_token": "the weight on the key directly before the query",
+    "duplicate_token": "the weight on earlier keys with the same token as the query",
     "induction": "the weight on keys directly after an earlier copy of the query's token",
     "alignment": "share of queries whose heaviest key is not before that of the previous query: 1 if monotonic",
 }
 # Scores that need the tokens of both axes.
-TOKEN_SCORES = ("duplicate token", "induction")
+TOKEN_SCORES = ("duplicate_token", "induction")
 # Scores that compare positions, which is meaningless between two sequences.
-POSITION_SCORES = ("distance", "previous token")
-# The largest number of matrix entries read at a time.
-MAX_STRIP_ENTRIES = 1 << 22
+POSITION_SCORES = ("distance", "previous_token")
 # Up to so many queries of a rollout are read as rows; more take passes over the matrix.
 MAX_ROLLOUT_ROWS = 64
 
@@ -49,7 +49,7 @@ class ScoreTotals:
         both = [name for name in self.sums if name in other.sums]
         if both and self.sums[both[0]][0].shape != other.sums[both[0]][0].shape:
             shapes = f"{tuple(self.sums[both[0]][0].shape)} and {tuple(other.sums[both[0]][0].shape)}"
-            raise ValueError(f"records can be added only if their layers have the same heads, got {shapes}")
+            raise ValueError(f"other must have layers with the same heads, got {shapes}")
         return ScoreTotals(
             {
                 name: (self.sums[name][0] + other.sums[name][0], self.sums[name][1] + other.sums[name][1])
@@ -91,33 +91,41 @@ def sum_kept_statistics(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
         "distance": sum_per_head(layer.distance(), is_visible),
     }
     if "first" in layer.kept:
-        totals["first token"] = sum_per_head(layer.kept["first"] + layer.sink_mass(), is_visible)
+        totals["first_token"] = sum_per_head(layer.kept["first"], is_visible)
     if "previous" in layer.kept:
-        totals["previous token"] = sum_per_head(layer.kept["previous"], is_visible)
-    return totals
+        totals["previous_token"] = sum_per_head(layer.kept["previous"], is_visible)
+    sink = find_sink_mass(layer)
+    return totals if sink is None else totals | {"sink_mass": sum_per_head(sink, is_visible)}
+
+
+def find_sink_mass(layer: Layer) -> Tensor | None:
+    """The share of a learned sink for each query; None for a layer without one."""
+    sink = layer.sink_mass() if "sink_mass" in layer.available else None
+    return sink if sink is not None and bool(sink.any()) else None
 
 
 def sum_matrix_entries(layer: Layer, tokens: tuple[TokenTexts, TokenTexts] | None) -> dict[str, tuple[Tensor, Tensor]]:
     """Totals from exact entries, read in strips of whole rows so that memory stays linear in the length."""
     entropy, distance = layer.entropy(), layer.distance()
-    sink = layer.sink_mass() if "sink_mass" in layer.available else torch.zeros_like(entropy)
+    sink = find_sink_mass(layer)
     copies = None if tokens is None else (number_tokens(tokens, layer), layer.positions.to(entropy.device))
     leading = find_first_visible_key(layer.received()).to(entropy.device) if layer.shape[-1] else None
-    values: dict[str, list[Tensor]] = {"first token": [], "previous token": []}
+    values: dict[str, list[Tensor]] = {"first_token": [], "previous_token": []}
     values |= {} if copies is None else {name: [] for name in TOKEN_SCORES}
     is_visible = []
     for rows, entries in read_strips(layer):
-        is_visible.append(entries.sum(-1) + sink[..., rows] > 0)
+        is_visible.append((entries.sum(-1) if sink is None else entries.sum(-1) + sink[..., rows]) > 0)
         first = entries.sum(-1) if leading is None else weight_on_key(entries, leading)
-        values["first token"].append(first + sink[..., rows])
-        values["previous token"].append(weight_on_previous_key(entries, layer.positions[rows]))
+        values["first_token"].append(first)
+        values["previous_token"].append(weight_on_previous_key(entries, layer.positions[rows]))
         if copies is not None:
             (queries, keys), positions = copies
             for name, share in weight_on_copies(entries, queries[:, rows], keys, positions[rows]).items():
                 values[name].append(share)
     counted = torch.cat(is_visible, -1)
     totals = {name: sum_per_head(torch.cat(parts, -1), counted) for name, parts in values.items()}
-    return totals | {"entropy": sum_per_head(entropy, counted), "distance": sum_per_head(distance, counted)}
+    whole = {"entropy": entropy, "distance": distance} | ({} if sink is None else {"sink_mass": sink})
+    return totals | {name: sum_per_head(each, counted) for name, each in whole.items()}
 
 
 def read_strips(layer: Layer) -> Iterator[tuple[slice, Tensor]]:
@@ -155,7 +163,7 @@ def weight_on_copies(entries: Tensor, queries: Tensor, keys: Tensor, positions: 
     after[..., 1:] = same[..., :-1]
     if entries.dim() == 4:
         same, after = same[:, None], after[:, None]
-    return {"duplicate token": (entries * same).sum(-1), "induction": (entries * after).sum(-1)}
+    return {"duplicate_token": (entries * same).sum(-1), "induction": (entries * after).sum(-1)}
 
 
 def number_tokens(tokens: tuple[TokenTexts, TokenTexts], layer: Layer) -> tuple[Tensor, Tensor]:
@@ -212,12 +220,12 @@ def compute_rollout(
     for layer in reversed(layers):
         if layer.shape[-1] != length:
             raise ValueError(
-                f"rollout needs layers of one length, but {layer.label} has {layer.shape[-1]} keys, not {length}"
+                f"layers must have one length for a rollout, got {length} keys and {layer.shape[-1]} in {layer.label}"
             )
         if layer is not layers[-1] and layer.rows is not None:
             raise ValueError(
-                "rollout needs all queries of the layers before the last, but"
-                f" {layer.label} has only {layer.shape[-2]}: use queries='all' in foci.watch"
+                f"layers must have all queries for a rollout, got {layer.shape[-2]} of {layer.label}:"
+                " use queries='all' in foci.watch"
             )
         flow = roll_back_layer(layer, batch, flow, values)
     return flow
@@ -235,8 +243,8 @@ def compute_cross_rollout(
     partial = next((layer for layer in layers if layer.rows is not None), None)
     if partial is not None:
         raise ValueError(
-            f"rollout needs all queries of every layer, but {partial.label} has only {partial.shape[2]}: use"
-            " queries='all' in foci.watch"
+            f"layers must have all queries for a rollout, got {partial.shape[2]} of {partial.label}:"
+            " use queries='all' in foci.watch"
         )
     cross = [layer for layer in layers if layer.queries != layer.keys]
     check_rollout_index(cross[-1], query, batch)

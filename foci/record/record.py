@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foci.record import file, from_tensors, image_maps, metrics
 from foci.record.labels import Labels
-from foci.record.layer import Layer, join_steps
+from foci.record.layer import Layer, format_layer_name, join_steps
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
 from foci.runtime.checks import PICTURE_SUFFIXES, parse_suffix
 
@@ -181,7 +181,7 @@ class Record:
         counts: Counter[str] = Counter()
         short_names = {}
         for name, layer in self.layers.items():
-            label = f"{layer.stack}.L{layer.index}".lstrip(".")
+            label = format_layer_name(layer.stack, layer.index)
             counts[label] += 1
             short_names[name] = label if counts[label] == 1 else f"{label}#{counts[label]}"
         return short_names

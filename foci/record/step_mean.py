@@ -12,18 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.record.dense import DenseWeights, pool_matrix_rows
+from foci.record.dense import MAX_STRIP_ENTRIES, DenseWeights, RightOperand, pool_matrix_rows
 from foci.record.kept import MEAN_STATISTICS, KeptStatistics
 from foci.record.window_weights import WindowWeights
-from foci.runtime.checks import is_positive_int
+from foci.weights.checks import check_dense_limit, check_k, check_picture_size
 from foci.weights.summary import Top
-from foci.weights.weights import Weights, format_bytes
-
-# The largest number of matrix entries of a step read at a time.
-MAX_STRIP_ENTRIES = 1 << 22
+from foci.weights.weights import Weights
 
 
-class StepMean:
+class StepMean(RightOperand):
     """The mean of the attention matrices of several steps, with the methods of `Weights`.
 
     >>> steps = [torch.rand(1, 2, 4, 6).softmax(-1) for _ in range(3)]
@@ -73,14 +70,6 @@ class StepMean:
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return self._average(lambda step: step.__rmatmul__(x))
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Implements `x @ mean`."""
-        if function is torch.Tensor.__rmatmul__:
-            return args[1].__matmul__(args[0])
-        left, right = args
-        return left.__matmul__(right) if isinstance(left, StepMean) else right.__rmatmul__(left)
-
     def mean(self, over: str) -> StepMean:
         """The mean over the heads, again lazy."""
         return StepMean([step.mean(over) for step in self.steps])
@@ -98,8 +87,7 @@ class StepMean:
         return torch.cat([strip.entropy() for strip in self._strips()], -1)
 
     def top(self, k: int) -> Top:
-        if not is_positive_int(k) or k > self.shape[-1]:
-            raise ValueError(f"k must be an int from 1 to {self.shape[-1]}, the number of keys, got {k!r}")
+        check_k(k, self.shape[-1])
         parts = [strip.top(k) for strip in self._strips()]
         return Top(torch.cat([part.values for part in parts], -2), torch.cat([part.keys for part in parts], -2))
 
@@ -116,7 +104,8 @@ class StepMean:
         return entries
 
     def picture(self, rows: int, columns: int, reduce: str = "mean") -> Tensor:
-        if reduce != "max":
+        check_picture_size(rows, columns, reduce, *self.shape[-2:])
+        if reduce == "mean":
             return self._average(lambda step: step.picture(rows, columns, reduce))
         queries = self.shape[-2]
         edges = [row * queries // rows for row in range(rows + 1)]
@@ -124,12 +113,7 @@ class StepMean:
         return pool_matrix_rows(torch.stack(strips, -2).mT, columns, reduce).mT
 
     def dense(self, limit: int = 2**30) -> Tensor:
-        size = torch.Size(self.shape).numel() * self.dtype.itemsize
-        if size > limit:
-            raise ValueError(
-                f"the dense matrix {self.shape} takes {format_bytes(size)}, above the limit of {format_bytes(limit)}:"
-                " use slices or statistics, or pass a larger limit="
-            )
+        check_dense_limit(self.shape, self.dtype, limit)
         return self._rows(slice(None))
 
 

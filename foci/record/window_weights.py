@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.record.dense import DenseWeights, build_group_membership, pool_matrix_rows
-from foci.runtime.checks import is_positive_int
+from foci.record.dense import DenseWeights, RightOperand, build_group_membership, pool_matrix_rows
+from foci.weights.checks import check_dense_limit, check_k, check_over, check_picture_size
 from foci.weights.grouping import assign_groups
 from foci.weights.indexing import parse_axis_index, parse_leading_index, split_index
 from foci.weights.summary import Top
-from foci.weights.weights import format_bytes
 
 
-class WindowWeights:
+class WindowWeights(RightOperand):
     """The weights within windows as a matrix (..., N, N) that is zero elsewhere; only the windows are held.
 
     >>> windows = torch.rand(1, 2, 4, 4, 4).softmax(-1)                       # four windows of 2 x 2 in a 4 x 4 grid
@@ -114,17 +113,8 @@ class WindowWeights:
         found = product.flatten(-3, -2)[..., self.places.to(x.device), :].mT
         return found.squeeze(-2) if x.dim() == 1 else found
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Implements `x @ weights`."""
-        if function is torch.Tensor.__rmatmul__:
-            return args[1].__matmul__(args[0])
-        left, right = args
-        return left.__matmul__(right) if isinstance(left, WindowWeights) else right.__rmatmul__(left)
-
     def mean(self, over: str) -> WindowWeights:
-        if over != "heads":
-            raise ValueError(f"over must be 'heads', got {over!r}")
+        check_over(over)
         return WindowWeights(self.windows.mean(-4), self.positions, self.length)
 
     def entropy(self) -> Tensor:
@@ -143,8 +133,7 @@ class WindowWeights:
         return self._collect((self.windows * apart.to(self.device)).sum(-1))
 
     def top(self, k: int) -> Top:
-        if not is_positive_int(k) or k > self.length:
-            raise ValueError(f"k must be an int from 1 to {self.length}, the number of keys, got {k!r}")
+        check_k(k, self.length)
         inside = self.windows * (self.positions >= 0)[:, None].to(self.windows)
         found = DenseWeights(inside).top(min(k, self.positions.shape[1]))
         numbers = torch.arange(len(self.positions), device=self.device)[:, None, None]
@@ -158,10 +147,7 @@ class WindowWeights:
         return Top(parts[0], parts[1])
 
     def picture(self, rows: int, columns: int, reduce: str = "mean") -> Tensor:
-        if reduce not in {"mean", "max"}:
-            raise ValueError(f"reduce must be 'mean' or 'max', got {reduce!r}")
-        if not all(is_positive_int(number) and number <= self.length for number in (rows, columns)):
-            raise ValueError(f"rows and columns must be ints from 1 to {self.length}, got {rows!r} x {columns!r}")
+        check_picture_size(rows, columns, reduce, self.length, self.length)
         edges = [row * self.length // rows for row in range(rows + 1)]
         strips = []
         for low, high in pairwise(edges):
@@ -176,10 +162,5 @@ class WindowWeights:
         return share @ (self @ columns.to(self.windows).mT)
 
     def dense(self, limit: int = 2**30) -> Tensor:
-        size = torch.Size(self.shape).numel() * self.dtype.itemsize
-        if size > limit:
-            raise ValueError(
-                f"the dense matrix {self.shape} takes {format_bytes(size)}, above the limit of {format_bytes(limit)}:"
-                " use slices or statistics, or pass a larger limit="
-            )
+        check_dense_limit(self.shape, self.dtype, limit)
         return self._rows(torch.arange(self.length))

@@ -16,7 +16,7 @@ double_backward: gradients that are differentiated again.
 native: compiles and loads the C sources of `foci/kernels/c`.
 durable_files: files that survive a crash and reveal damage.
 safetensors_file: writes safetensors files with a header and a checksum.
-console: text for a terminal: widths, colours, pages.
+console: text for a terminal: widths, colors, pages.
 printable: any text in a form that is safe to print.
 spelling: the name that a misspelt one was meant to be.
 argument_names: errors for arguments that a function does not have.

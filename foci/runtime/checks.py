@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 # What `save` of a record, of weights and of a mask draws.
 PICTURE_SUFFIXES = (".html", *IMAGE_SUFFIXES)
+# C code reads the memory of these; subclasses such as DTensor hold their data elsewhere.
+PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def to_int_tensor(values: Tensor | list[int], name: str) -> Tensor:

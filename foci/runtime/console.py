@@ -1,4 +1,4 @@
-"""Text for a terminal: widths in columns, colour support, and a page that is written line by line."""
+"""Text for a terminal: widths in columns, color support, and a page that is written line by line."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from typing import TextIO
 
 MIN_COLUMNS, MAX_COLUMNS = 60, 120
 
-# From dark to bright, in the 256-colour palette; text is dark on the bright levels.
+# From dark to bright, in the 256-color palette; text is dark on the bright levels.
 COLOR_RAMP = (234, 17, 54, 91, 132, 168, 209, 215, 228)
 FIRST_BRIGHT_LEVEL = 5
 
@@ -32,7 +32,7 @@ def terminal_columns() -> int:
 
 
 def supports_color(stream: TextIO) -> bool:
-    """Whether to write colour: to a terminal that is not dumb, unless NO_COLOR is set (https://no-color.org)."""
+    """Whether to write color: to a terminal that is not dumb, unless NO_COLOR is set (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -44,7 +44,7 @@ def character_width(character: str) -> int:
 
 
 def text_width(text: str) -> int:
-    """Columns of a text; colour codes take none.
+    """Columns of a text; color codes take none.
 
     >>> text_width("Jane"), text_width("漢字")
     (4, 4)
@@ -84,7 +84,7 @@ def pad_text(text: str, width: int, *, right: bool = False) -> str:
 
 @dataclass
 class TextPage:
-    """Lines for a terminal of one width, with colour or without."""
+    """Lines for a terminal of one width, with color or without."""
 
     width: int = 80
     color: bool = False
@@ -101,7 +101,7 @@ class TextPage:
         return self.width - self.margin
 
     def paint(self, text: str, codes: str) -> str:
-        """The text in an ANSI style, if the page has colour."""
+        """The text in an ANSI style, if the page has color."""
         return f"\x1b[{codes}m{text}\x1b[0m" if self.color else text
 
     def bold(self, text: str) -> str:
@@ -109,11 +109,11 @@ class TextPage:
         return self.paint(text, "1")
 
     def faint(self, text: str) -> str:
-        """The text in a faint colour."""
+        """The text in a faint color."""
         return self.paint(text, "2")
 
     def accent(self, text: str) -> str:
-        """The text in the colour that marks the word in focus."""
+        """The text in the color that marks the word in focus."""
         return self.paint(text, "1;33")
 
     def line(self, text: str = "") -> None:
@@ -152,7 +152,7 @@ class TextPage:
         return beginning + " " if self.color else " " + beginning
 
     def shaded(self, fraction: float, width: int) -> str:
-        """A percentage in a cell of `width` columns, on a colour of the ramp or after a shade of grey."""
+        """A percentage in a cell of `width` columns, on a color of the ramp or after a shade of grey."""
         percent = round(100 * fraction)
         if self.color:
             level = round(min(max(fraction, 0.0), 1.0) ** 0.5 * (len(COLOR_RAMP) - 1))

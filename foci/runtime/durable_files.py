@@ -34,7 +34,7 @@ def replace_durably(temporary: Path, target: Path) -> None:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Writes a text file so that a crash leaves either the old or the new content."""
-    temporary = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         temporary.write_text(text, encoding="utf-8")
         replace_durably(temporary, path)
@@ -55,7 +55,8 @@ def read_checked_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} must be a file with a JSON object")
+        got = type(content).__name__ if path.is_file() else "no file"
+        raise ValueError(f"{path.name} must be a file with a JSON object, got {got}")
     if content.pop("checksum", None) != checksum_json(content):
         raise ValueError(f"the checksum of {path.name} does not match")
     return content

@@ -66,6 +66,11 @@ def open_library(name: str) -> ctypes.CDLL | str:
         return str(error)
 
 
+def count_threads(work: int, least_per_thread: int) -> int:
+    """The number of threads for some work: at most torch's, and so few that each has enough to do."""
+    return min(torch.get_num_threads(), max(work // least_per_thread, 1))
+
+
 def run_in_threads(function: Any, argument: ctypes.Structure, threads: int) -> None:
     """Calls a C function once in each of `threads` threads, with the same argument."""
     team = find_openmp()

@@ -75,6 +75,10 @@ def format_label(text: str) -> str:
     return make_printable(text.strip() or text.replace(" ", "␣")) or "∅"
 
 
+def format_bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size:,} bytes"
+
+
 def has_right_to_left(text: str) -> bool:
     return any(unicodedata.bidirectional(character) in ("R", "AL", "AN") for character in text)
 

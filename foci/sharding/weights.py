@@ -20,6 +20,7 @@ from foci.sharding.layout import CallLayout, from_local, redistribute
 from foci.sharding.local_call import LocalCall, build_local_call
 from foci.statistics.picture import block_edges
 from foci.weights import operators
+from foci.weights.checks import check_over, check_picture_size
 from foci.weights.grouping import assign_groups
 from foci.weights.indexing import parse_axis_index, parse_leading_index, split_index
 from foci.weights.summary import Summary, Top
@@ -67,11 +68,6 @@ class ShardedWeights:
     def is_averaged(self) -> bool:
         """Whether this is the result of `mean("heads")`."""
         return self._local.is_averaged
-
-    @property
-    def head_slice(self) -> slice:
-        """The heads of this process."""
-        return self._call.part.heads
 
     def to_local(self) -> Weights:
         """The rows of this process as plain weights (B, H, Tq, Tk), with all keys."""
@@ -180,13 +176,7 @@ class ShardedWeights:
     def picture(self, rows: int, columns: int, reduce: str = "mean") -> DTensor:
         """The matrix reduced to rows x columns blocks, a partial sum or maximum. Arguments as in `Weights.picture`."""
         queries, keys = self._layout.queries, self._layout.keys
-        if reduce not in {"mean", "max"}:
-            raise ValueError(f"reduce must be 'mean' or 'max', got {reduce!r}")
-        if not (is_positive_int(rows) and is_positive_int(columns) and rows <= queries and columns <= keys):
-            raise ValueError(
-                f"rows must be from 1 to the {queries} queries and columns from 1 to the {keys} keys,"
-                f" got {rows!r} x {columns!r}"
-            )
+        check_picture_size(rows, columns, reduce, queries, keys)
         if reduce == "max":
             return self._wrap(self._block_maxima(rows, columns), None, "max")
         edges = block_edges(columns, keys, self.device)
@@ -234,8 +224,7 @@ class ShardedWeights:
 
     def mean(self, over: str) -> ShardedWeights:
         """The average over the heads of all processes, again lazy. Sharded heads become sharded queries."""
-        if over != "heads":
-            raise ValueError(f"over must be 'heads', got {over!r}")
+        check_over(over)
         if self._local.is_averaged or self._layout.heads is None:
             raise ValueError(f"weights must have heads, (..., H, Tq, Tk), for mean('heads'), got {self.shape}")
         layout = self._layout.without({self._layout.head_axis}, self._layout.query_axis)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foci.arguments import Call
-from foci.backends.additive_cpu import MAX_EXPONENTIAL_INPUT, PLAIN_TENSOR_TYPES, has_exact_exponentials
+from foci.arguments import KERNEL_DTYPES, Call
+from foci.backends.additive_cpu import MAX_EXPONENTIAL_INPUT, has_exact_exponentials
 from foci.backends.mask_struct import (
     MaskStruct,
     build_mask_tensors,
@@ -21,12 +21,12 @@ from foci.backends.mask_struct import (
     fill_mask_struct,
     sequence_stride,
 )
-from foci.backends.strips import LOG2_E
 from foci.biases import ALiBi, Buckets
-from foci.gpu import mask_inputs
-from foci.gpu.launcher import KERNEL_DTYPES
+from foci.masks import kernel_inputs
 from foci.runtime import native
-from foci.scores import Additive, Dot
+from foci.runtime.checks import PLAIN_TENSOR_TYPES
+from foci.runtime.tracing import is_vmapped
+from foci.scores import LOG2_E, Additive, Dot
 from foci.statistics.request import MAX_TOP_KEYS, Request
 
 # Smaller calls are not worth a pass that first packs the keys.
@@ -37,7 +37,7 @@ MIN_ENTRIES = 2**13
 MAX_PACKED_NUMBERS = 2**24
 
 # Minimum number of matrix entries per thread, and of rows per part: less work does not pay for the overhead.
-ENTRIES_PER_THREAD = 2**18
+STATISTICS_ENTRIES_PER_THREAD = 2**18
 ROWS_PER_PART = 128
 
 INPUT_FIELDS = (
@@ -52,7 +52,7 @@ INPUT_FIELDS = (
     "constants",
     "by_distance",
 )
-OUTPUT_FIELDS = ("entropy", "distance", "received", "picture", "largest", "top_values", "top_keys")
+OUTPUT_FIELDS = ("entropy", "distance", "received", "picture", "largest_logit", "top_values", "top_keys")
 STATISTICS_SIZE_FIELDS = (
     *("pairs", "heads", "group", "query_count", "key_count"),
     *("padded", "width", "parts", "top", "picture_rows", "picture_columns", "distances"),
@@ -78,7 +78,7 @@ def refuses(call: Call, request: Request | None = None, averaged: bool = False) 
     """Why compiled C does not compute these statistics; empty where it does."""
     if call.q.device.type != "cpu":
         return [f"the queries are on {call.q.device.type}, not on the CPU"]
-    if torch.compiler.is_compiling() or mask_inputs.is_inside_vmap(call):
+    if torch.compiler.is_compiling() or is_vmapped(call.q):
         return ["torch.compile and torch.func.vmap are not supported"]
     if any(type(tensor) not in PLAIN_TENSOR_TYPES for tensor in (call.q, call.k)):
         return [f"query and key must be plain tensors, got {type(call.q).__name__} and {type(call.k).__name__}"]
@@ -95,7 +95,7 @@ def refuses(call: Call, request: Request | None = None, averaged: bool = False) 
         reasons.append(f"at most {MAX_TOP_KEYS} top keys are supported")
     if request is not None and request.picture is not None and request.picture[2] != "mean":
         reasons.append("a picture of maxima is not supported")
-    reasons += size_refusals(call) or mask_inputs.refuses(call)
+    reasons += size_refusals(call) or kernel_inputs.refuses(call)
     if not reasons and isinstance(call.score, Additive) and not has_exact_exponentials(call.q, call.k):
         reasons.append(f"an additive score with inputs beyond ±{MAX_EXPONENTIAL_INPUT:g} is not supported")
     # Checked last: it may compile the library, which takes a second.
@@ -169,7 +169,7 @@ def prepare_score(call: Call) -> tuple[Call, dict[str, Tensor]]:
 def choose_threads_and_parts(call: Call, request: Request) -> tuple[int, int]:
     """Return (threads, parts per pair): several parts per thread, because causal parts differ in work."""
     pairs, queries = call.q.shape[:2].numel(), call.q.shape[2]
-    threads = min(torch.get_num_threads(), max(pairs * queries * call.k.shape[2] // ENTRIES_PER_THREAD, 1))
+    threads = native.count_threads(pairs * queries * call.k.shape[2], STATISTICS_ENTRIES_PER_THREAD)
     max_parts = -(-queries // ROWS_PER_PART)
     if request.picture is not None:
         max_parts = min(max_parts, request.picture[0])
@@ -243,7 +243,7 @@ def allocate_outputs(call: Call, request: Request, parts: int) -> dict[str, Tens
     if request.picture is not None:
         outputs["picture"] = new(batch, heads, *request.picture[:2])
     if request.largest_logit:
-        outputs["largest"] = new(batch, heads, parts).fill_(-torch.inf)
+        outputs["largest_logit"] = new(batch, heads, parts).fill_(-torch.inf)
     if request.top:
         outputs["top_values"] = new(batch, heads, queries, request.top)
         outputs["top_keys"] = new(batch, heads, queries, request.top, dtype=torch.int32)
@@ -284,7 +284,7 @@ def finish_outputs(request: Request, outputs: dict[str, Tensor]) -> dict[str, Te
         received = outputs["received"]
         outputs["received"] = received.sum(2) if received.shape[2] > 1 else received.squeeze(2)
     if request.largest_logit:
-        outputs["largest"] = outputs["largest"].amax(-1) / LOG2_E
+        outputs["largest_logit"] = outputs["largest_logit"].amax(-1) / LOG2_E
     if request.top and not request.int32_keys:
         outputs["top_keys"] = outputs["top_keys"].long()
     return outputs

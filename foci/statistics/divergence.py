@@ -17,7 +17,7 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.backends import reference, strips
 from foci.backends.strips import Strip
-from foci.masks.range_algebra import Segment
+from foci.masks.range_algebra import KeySegment
 from foci.runtime.tracing import disable_autocast
 from foci.statistics.cuda import divergence as cuda_divergence
 from foci.statistics.streaming import finite_lse
@@ -71,7 +71,7 @@ def split_jointly(teacher: Call, student: Call) -> Iterator[Strip]:
         first = min((segment.start for side in visible for segment in side), default=0)
         last = max((segment.stop for side in visible for segment in side), default=0)
         # Masked entry by entry: what one side sees of the other's keys is not known.
-        yield Strip(slice(start, min(start + rows, queries)), (Segment(first, last, last, last),))
+        yield Strip(slice(start, min(start + rows, queries)), (KeySegment(first, last, last, last),))
 
 
 def compare_strip(
@@ -113,7 +113,7 @@ def log_sum_exp(x: Tensor) -> Tensor:
     return reference.softmax_with_lse(x)[1]
 
 
-def mark_keys(keys: Tensor, segment: Segment) -> Tensor:
+def mark_keys(keys: Tensor, segment: KeySegment) -> Tensor:
     """Which keys of a segment are given: (B or 1, R, K) -> bool (B or 1, 1, R, C)."""
     width = segment.stop - segment.start
     places = keys - segment.start

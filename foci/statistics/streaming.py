@@ -13,10 +13,10 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.backends import reference, strips
-from foci.backends.strips import LOG2_E, PartIndex, Strip
+from foci.backends.strips import PartIndex, Strip
 from foci.biases import DenseBias
-from foci.masks.range_algebra import Segment
-from foci.scores import Dot
+from foci.masks.range_algebra import KeySegment
+from foci.scores import LOG2_E, Dot
 from foci.statistics import picture
 from foci.statistics.request import Request
 from foci.statistics.streaming_topk import stable_topk
@@ -60,7 +60,7 @@ def empty_statistics(call: Call, request: Request, heads: int) -> dict[str, Tens
     if request.received:
         results["received"] = zeros(*lead, keys, dtype=call.softmax_dtype)
     if request.largest_logit:
-        results["largest"] = call.q.new_full(lead, -torch.inf, dtype=call.softmax_dtype)
+        results["largest_logit"] = call.q.new_full(lead, -torch.inf, dtype=call.softmax_dtype)
     if request.picture is not None:
         results["picture"] = zeros(*lead, *request.picture[:2], dtype=call.softmax_dtype)
     if request.top:
@@ -81,7 +81,7 @@ def add_strip_statistics(
     if request.largest_logit:
         peaks = x.amax(-1) if peaks is None else peaks
         logits = torch.where(peaks > MASKED_LOG2 / 2, peaks / LOG2_E + finite_lse(lse), -torch.inf)
-        results["largest"].copy_(torch.maximum(results["largest"], logits.amax(-1)))
+        results["largest_logit"].copy_(torch.maximum(results["largest_logit"], logits.amax(-1)))
     if request.entropy or request.distance or request.received or request.picture is not None:
         add_sums(call, x, mean if averaged else torch.exp2(x), strip, request, results)
 
@@ -122,7 +122,7 @@ def renormalized_log2_weights(call: Call, strip: Strip) -> Tensor:
     return torch.where(logits == -torch.inf, MASKED_LOG2, x * LOG2_E).clamp_(min=MASKED_LOG2)
 
 
-def dot_log2_weights(call: Call, lse: Tensor, strip: Strip, segment: Segment) -> Tensor:
+def dot_log2_weights(call: Call, lse: Tensor, strip: Strip, segment: KeySegment) -> Tensor:
     """Product, scale and log-sum-exp in one matrix operation."""
     assert isinstance(call.score, Dot)
     q = call.q[:, :, strip.rows]

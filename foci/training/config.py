@@ -210,7 +210,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("values must not be nested so deeply") from None
+        raise ValueError("values must not be nested deeper than Python can parse, got deeper ones") from None
 
 
 def apply_change(table: dict[str, Any], change: str) -> None:

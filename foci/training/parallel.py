@@ -22,7 +22,7 @@ from foci.nn.stack import Stack
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-SIZES = re.compile(r"(fsdp|tp|cp) *= *([1-9]\d{0,5})")
+SIZE_PATTERN = re.compile(r"(fsdp|tp|cp) *= *([1-9]\d{0,5})")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def parse_parallel(text: str) -> Parallel:
     >>> parse_parallel("fsdp=2,tp=4")
     Parallel(fsdp=2, tp=4, cp=1)
     """
-    found = [SIZES.fullmatch(part.strip()) for part in text.split(",")]
+    found = [SIZE_PATTERN.fullmatch(part.strip()) for part in text.split(",")]
     names = [match[1] for match in found if match]
     if None in found or len(set(names)) < len(found):
         raise ValueError(f"train.parallel must be sizes such as 'fsdp=2,tp=2,cp=2', each once, got {text!r}")

@@ -166,7 +166,8 @@ def read_run_description(folder: Path) -> dict[str, Any]:
     try:
         content = read_checked_json(folder / "run.json")
         if not all(isinstance(content[name], dict) for name in ("files", "data")):
-            raise ValueError("files and data must be JSON objects")
+            got = " and ".join(type(content[name]).__name__ for name in ("files", "data"))
+            raise ValueError(f"files and data must be JSON objects, got {got}")
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"{folder / 'run.json'} must be as the training wrote it, but it is damaged: {error}"

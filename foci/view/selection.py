@@ -39,7 +39,7 @@ MAX_SEARCHED_ENTRIES = 2**22
 
 
 @dataclass(frozen=True)
-class HeadSelection:
+class SelectedHead:
     """One head of a record, or the mean of a layer's heads (head is None)."""
 
     layer: Layer
@@ -63,7 +63,7 @@ def printable_name(record: Record, layer: Layer, head: int | None = None) -> str
     return make_printable(truncate_text(record.name_of(layer, head)))
 
 
-def select_head(record: Record, head: str | int | None = None, layer: int | None = None) -> HeadSelection:
+def select_head(record: Record, head: str | int | None = None, layer: int | None = None) -> SelectedHead:
     """Select a head by name: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or by two numbers.
 
     If a record has several stacks and the name has none, cross-attention is searched first.
@@ -79,7 +79,7 @@ def select_head(record: Record, head: str | int | None = None, layer: int | None
             if wanted in (name, name.removeprefix(f"{candidate.stack}.")):
                 if number is None:
                     return select_layer_mean(record, candidate)
-                return HeadSelection(candidate, number, printable_name(record, candidate, number))
+                return SelectedHead(candidate, number, printable_name(record, candidate, number))
     raise ValueError(f"head must be one of {describe_head_names(record)}, got {wanted!r}")
 
 
@@ -111,14 +111,14 @@ def describe_head_names(record: Record) -> str:
     return ", ".join(f"{first} to {last}" for first, last in ends) or "none (the record is empty)"
 
 
-def select_layer_mean(record: Record, layer: Layer) -> HeadSelection:
+def select_layer_mean(record: Record, layer: Layer) -> SelectedHead:
     """Select the mean of a layer's heads, or the head itself if there is only one."""
     head = layer.heads[0] if len(layer.heads) == 1 else None
-    return HeadSelection(layer, head, printable_name(record, layer, head))
+    return SelectedHead(layer, head, printable_name(record, layer, head))
 
 
 @torch.no_grad()
-def select_default_head(record: Record, batch: int = 0) -> HeadSelection:
+def select_default_head(record: Record, batch: int = 0) -> SelectedHead:
     """Select the head to show if none is named.
 
     Where a text attends to images, or to a recording within it: the mean of the layer that gives them the most weight,
@@ -169,7 +169,7 @@ def find_clearest_cross_layer(record: Record, batch: int = 0) -> Layer | None:
     return max(layers, key=lambda layer: measure_clarity(record, layer, batch), default=None)
 
 
-def select_source_head(record: Record, alignment: HeadSelection, batch: int = 0) -> HeadSelection | None:
+def select_source_head(record: Record, alignment: SelectedHead, batch: int = 0) -> SelectedHead | None:
     """Select a self-attention head of the text that a cross-attention reads; None if there is none."""
     source = alignment.layer.keys
     layers = [layer for layer in record.layers.values() if layer.queries == layer.keys == source]
@@ -178,7 +178,7 @@ def select_source_head(record: Record, alignment: HeadSelection, batch: int = 0)
     return select_clearest_head(record, layers, batch)
 
 
-def select_clearest_head(record: Record, layers: Sequence[Layer], batch: int) -> HeadSelection:
+def select_clearest_head(record: Record, layers: Sequence[Layer], batch: int) -> SelectedHead:
     """Select the default head among layers of one sequence."""
     if record.labels_of(layers[0])[1].kind == "patches" or not all(map(is_fast_to_scan, layers)):
         return select_layer_mean(record, layers[-1])
@@ -186,7 +186,7 @@ def select_clearest_head(record: Record, layers: Sequence[Layer], batch: int) ->
     clarity = [measure_distant_weight(record, layer, batch).square().mean(1) for layer in layers]
     layer, best = max(zip(layers, clarity, strict=True), key=lambda pair: float(pair[1].max()))
     head = layer.heads[int(best.argmax())]
-    return HeadSelection(layer, head, printable_name(record, layer, head))
+    return SelectedHead(layer, head, printable_name(record, layer, head))
 
 
 def measure_clarity(record: Record, layer: Layer, batch: int) -> tuple[float, float]:
@@ -234,7 +234,7 @@ def measure_distant_weight(record: Record, layer: Layer, batch: int) -> Tensor:
     return values.where(counts & values.isfinite(), 0).amax(-1) * query_is_word
 
 
-def select_default_query(record: Record, selection: HeadSelection, batch: int = 0) -> int:
+def select_default_query(record: Record, selection: SelectedHead, batch: int = 0) -> int:
     """Select the query position to show: the default patch of an image, or the last token of the clearest word."""
     labels = record.labels_of(selection.layer)[0]
     if labels.kind == "patches" and labels.grid is not None:
@@ -247,7 +247,7 @@ def select_default_query(record: Record, selection: HeadSelection, batch: int = 
 
 
 def select_word_with_media(
-    record: Record, selection: HeadSelection, batch: int, text: list[int], media: list[int]
+    record: Record, selection: SelectedHead, batch: int, text: list[int], media: list[int]
 ) -> int:
     """Select the position of the text with the clearest weight on media; of a very long text the last one."""
     labels = record.labels_of(selection.layer)[0]
@@ -259,7 +259,7 @@ def select_word_with_media(
     return words[int(weights.square().sum(1).argmax())]
 
 
-def select_word_of_image(record: Record, selection: HeadSelection, batch: int = 0) -> int | None:
+def select_word_of_image(record: Record, selection: SelectedHead, batch: int = 0) -> int | None:
     """Select the last word of the text that an image attends to; None for other layers."""
     queries, keys = record.labels_of(selection.layer)
     if (
@@ -272,7 +272,7 @@ def select_word_of_image(record: Record, selection: HeadSelection, batch: int = 
     return words[-1].start if words else keys.split_kinds(batch)["text"][-1]
 
 
-def find_clearest_unit(record: Record, selection: HeadSelection, batch: int, queries: Sequence[TextUnit]) -> int:
+def find_clearest_unit(record: Record, selection: SelectedHead, batch: int, queries: Sequence[TextUnit]) -> int:
     """Return the unit that attends most clearly to a distant word; of a very long text the last unit.
 
     A classifier answers from its class token, so that its attention says most about the answer.
@@ -318,7 +318,7 @@ def reshape_to_grid(weights: Tensor, labels: Labels) -> Tensor:
     return weights[labels.leading : labels.leading + height * width].view(height, width)
 
 
-def read_rows(selection: HeadSelection, batch: int, queries: list[int]) -> Tensor:
+def read_rows(selection: SelectedHead, batch: int, queries: list[int]) -> Tensor:
     """Read the attention weights of some queries: (queries, Tk).
 
     If the record kept only the top keys of each query, the weights of other keys are 0.
@@ -343,7 +343,7 @@ def read_head_rows(layer: Layer, batch: int, index: int, queries: list[int]) -> 
 
 
 def compute_unit_weights(
-    selection: HeadSelection, batch: int, queries: Sequence[TextUnit], keys: Sequence[TextUnit]
+    selection: SelectedHead, batch: int, queries: Sequence[TextUnit], keys: Sequence[TextUnit]
 ) -> Tensor:
     """Compute the weights between units: the mean over a unit's queries, the sum over a unit's keys: (Uq, Uk)."""
     if not queries or not keys:
@@ -358,7 +358,7 @@ def compute_unit_weights(
 
 
 @torch.no_grad()
-def find_nonfinite_rows(selection: HeadSelection, batch: int) -> Tensor:
+def find_nonfinite_rows(selection: SelectedHead, batch: int) -> Tensor:
     """Mark queries with NaN or infinite weights: (Tq,). Very long lazy layers are not scanned: none is marked."""
     layer = selection.layer
     if layer.kept is None and max(layer.shape[2:]) > MAX_SCANNED_LENGTH:
@@ -367,7 +367,7 @@ def find_nonfinite_rows(selection: HeadSelection, batch: int) -> Tensor:
     return ~entropy[selection.head_indices].isfinite().all(0).cpu()
 
 
-def read_picture(selection: HeadSelection, batch: int, rows: int, columns: int) -> Tensor:
+def read_picture(selection: SelectedHead, batch: int, rows: int, columns: int) -> Tensor:
     """Read the matrix, averaged in blocks: (rows, columns)."""
     with torch.no_grad():
         if selection.head is not None:

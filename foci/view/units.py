@@ -53,7 +53,7 @@ def list_units(labels: Labels, batch: int = 0, by_token: bool = False) -> list[T
     """List the words of a sequence, or its tokens where the labels have no word numbers; padding is left out."""
     texts = display_texts(labels, batch)
     if not by_token:
-        texts = merge_segments(labels, batch, texts)
+        texts = merge_media(labels, batch, texts)
     numbers = labels.words[batch] if labels.words is not None else None
     # Tokenizers such as GPT-2's keep the space in the token. If no token has one, a space is drawn between all tokens.
     has_spaces = any(text[:1].isspace() for text in texts[1:])
@@ -81,7 +81,7 @@ def check_batch(layer: Layer, batch: int) -> None:
         raise ValueError(f"batch must be from 0 to {layer.shape[0] - 1}, got {batch}")
 
 
-def merge_segments(labels: Labels, batch: int, texts: tuple[str, ...]) -> tuple[str, ...]:
+def merge_media(labels: Labels, batch: int, texts: tuple[str, ...]) -> tuple[str, ...]:
     """Return the texts with each image or recording as one: "<image1>" at its first position, "" at the others."""
     merged = list(texts)
     names = {"patches": "image", "frames": "audio"}

@@ -20,7 +20,7 @@ import torch
 from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.view.display import build_view_record, count_entries, is_fast_to_embed
-from foci.view.page import answers
+from foci.view.page import requests
 from foci.view.page.arrays import PackedArrays
 from foci.view.page.bundle import bundle_widget
 from foci.view.page.document import render_frame, render_payload_frame
@@ -64,7 +64,7 @@ def widget(
 def make_widget(
     record: Record, get_record: Callable[[], Record | None], height: int, embed: bool | None, title: str | None
 ) -> Any:
-    """Make a widget; `get_record` is called for each question, so that a display need not keep the record alive."""
+    """Make a widget; `get_record` is called for each request, so that a display need not keep the record alive."""
     kind, arrays = create_widget_class(), PackedArrays()
     embedded = is_fast_to_embed(record) if embed is None else embed
     header = build_header(record, title, arrays, on_demand=not embedded)
@@ -136,18 +136,18 @@ def make_display_widget(shown: Record | Weights | Layer, record: Record) -> Any:
     return make_widget(record, get_record, DEFAULT_HEIGHT, None, None)
 
 
-def answer_message(record: Record | None, content: Any) -> tuple[bytes, str]:
-    """Answer a question of the page: bytes, and an error or an empty text."""
+def handle_message(record: Record | None, content: Any) -> tuple[bytes, str]:
+    """Handle a request of the page: bytes, and an error or an empty text."""
     if record is None:
         return b"", "this record is no longer available: assign it to a variable and run the cell again"
     try:
-        handler = answers.HANDLERS[content["question"]]
+        handler = requests.REQUEST_HANDLERS[content["question"]]
         parameters = {str(name): str(value) for name, value in content["parts"].items()}
         with torch.no_grad():
-            answer = handler(answers.Question(record, parameters))
+            result = handler(requests.PageRequest(record, parameters))
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         return b"", str(problem)
-    return answer if isinstance(answer, bytes) else json.dumps(answer).encode(), ""
+    return result if isinstance(result, bytes) else json.dumps(result).encode(), ""
 
 
 @cache
@@ -207,13 +207,13 @@ def create_widget_class() -> Any:
         def _receive(self, _widget: Any, content: Any, _buffers: Any) -> None:
             # The picture of a long matrix takes seconds: the kernel stays free meanwhile.
             if content.get("question") == "picture":
-                Thread(target=self._answer, args=(content,), daemon=True).start()
+                Thread(target=self._handle, args=(content,), daemon=True).start()
             else:
-                self._answer(content)
+                self._handle(content)
 
-        def _answer(self, content: Any) -> None:
-            answer, error = answer_message(self.get_record(), content)
-            self.send({"id": content.get("id"), "error": error}, buffers=[error.encode() if error else answer])
+        def _handle(self, content: Any) -> None:
+            result, error = handle_message(self.get_record(), content)
+            self.send({"id": content.get("id"), "error": error}, buffers=[error.encode() if error else result])
 
         def _repr_mimebundle_(self, **options: Any) -> Any:
             """Return the widget, and the page and the text for programs without widgets."""

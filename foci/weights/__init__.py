@@ -6,6 +6,7 @@ indexing: parses an index of the matrix.
 slices: computes exact entries.
 products: products with the matrix and its transpose.
 grouping: parses groups of tokens.
+checks: checks the arguments that all lazy matrices take.
 summary: `Top` and `Summary`, the results of several statistics.
 parts_file: tensors, masks, scores and biases as one safetensors file.
 file: checks and rebuilds weights from a file.

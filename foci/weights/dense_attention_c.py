@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foci.arguments import Call
-from foci.backends.additive_cpu import PLAIN_TENSOR_TYPES
+from foci.arguments import KERNEL_DTYPES, Call
 from foci.backends.mask_struct import (
     MaskStruct,
     broadcast_strides,
@@ -20,13 +19,12 @@ from foci.backends.mask_struct import (
     data_pointers,
     fill_mask_struct,
 )
-from foci.backends.strips import LOG2_E
 from foci.biases import DenseBias
-from foci.gpu import mask_inputs
-from foci.gpu.launcher import KERNEL_DTYPES
+from foci.masks import kernel_inputs
 from foci.runtime import native
+from foci.runtime.checks import PLAIN_TENSOR_TYPES
 from foci.runtime.tracing import is_traced
-from foci.scores import Dot
+from foci.scores import LOG2_E, Dot
 from foci.statistics import cpu_c
 
 # Entries of a block of rows: half of a typical L2 cache.
@@ -65,7 +63,7 @@ def supports_call(call: Call) -> bool:
     if call.bias is not None and not (isinstance(call.bias, DenseBias) and supports_bias(call.bias.entries)):
         return False
     empty = 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape
-    return not empty and not mask_inputs.refuses(call) and native.why_unavailable("dense_attention") is None
+    return not empty and not kernel_inputs.refuses(call) and native.why_unavailable("dense_attention") is None
 
 
 def supports_bias(entries: Tensor) -> bool:
@@ -91,7 +89,8 @@ def compute_with_matrix_c(call: Call, average: bool) -> tuple[Tensor, Tensor]:
         **argument_sizes(call, tensors, average, library.rows_per_product()),
         scale=call.score.factor(call.q.shape[-1]) * LOG2_E,
     )
-    native.run_in_threads(library.compute_dense_attention, arguments, count_threads(call))
+    threads = native.count_threads(batch * heads * queries * keys, cpu_c.STATISTICS_ENTRIES_PER_THREAD)
+    native.run_in_threads(library.compute_dense_attention, arguments, threads)
     if arguments.failed:
         raise MemoryError("out of memory for a block of rows of the attention matrix")
     # (B, Tq, H, Dv) in memory, so that concatenating the heads needs no copy.
@@ -108,7 +107,7 @@ def prepare_inputs(call: Call, panel: int, value_step: int) -> dict[str, Tensor]
         "values": (pad(call.v.float(), (0, padding)) if padding else call.v.float()).contiguous(),
     }
     if isinstance(call.bias, DenseBias):
-        inputs["added"] = mask_inputs.select_dense_entries(call.bias.entries, call).float()
+        inputs["added"] = kernel_inputs.select_dense_entries(call.bias.entries, call).float()
     return inputs
 
 
@@ -130,7 +129,3 @@ def argument_sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: 
         "averaged": int(average),
         **dict(zip(SIZE_FIELDS[-4:], steps, strict=True)),
     }
-
-
-def count_threads(call: Call) -> int:
-    return min(torch.get_num_threads(), max(call.q.shape[:3].numel() * call.k.shape[2] // cpu_c.ENTRIES_PER_THREAD, 1))

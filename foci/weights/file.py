@@ -31,13 +31,8 @@ WEIGHTS_PARTS = {*MATRIX_FIELDS, *SHAPE_FIELDS, "sizes", "lse"}
 
 def load_weights(path: str | os.PathLike[str]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
     """The arguments of `Weights`, from a file that `Weights.save` wrote."""
-    try:
+    with parts_file.explain_damage(path, "weights file"):
         return check_parts(parts_file.load_parts(path))
-    except (OSError, ImportError):
-        raise
-    except Exception as error:
-        # A damaged or malicious file can make the checks raise anything; the caller gets one exception type.
-        raise ValueError(f"{os.fspath(path)} is not a valid weights file: {error}") from error
 
 
 def check_parts(parts: dict[str, Any]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:

@@ -1,4 +1,4 @@
-"""Parses groups of neighbouring tokens: the sub-words of words, turns, documents."""
+"""Parses groups of neighboring tokens: the sub-words of words, turns, documents."""
 
 from __future__ import annotations
 

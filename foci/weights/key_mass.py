@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.backends import reference, strips
-from foci.masks.range_algebra import Segment
+from foci.masks.range_algebra import KeySegment
 from foci.runtime.tracing import disable_autocast
 from foci.statistics.divergence import log_sum_exp, mark_keys
 from foci.statistics.streaming import finite_lse
@@ -39,7 +39,7 @@ def mass_of_rows(call: Call, rows: Tensor, keys: Tensor, averaged: bool) -> Tens
     lse = log_sum_exp(logits)
     if call.sink is not None:
         lse = torch.logaddexp(finite_lse(lse), call.sink.to(lse.dtype).view(1, -1, 1))
-    chosen = mark_keys(keys, Segment(0, all_keys.numel(), 0, 0))
+    chosen = mark_keys(keys, KeySegment(0, all_keys.numel(), 0, 0))
     mass = log_sum_exp(logits.masked_fill(~chosen, -torch.inf)) - finite_lse(lse)
     if not averaged:
         return mass

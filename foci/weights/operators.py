@@ -113,8 +113,7 @@ def decode_request(text: str, sizes: list[int]) -> Request:
 
 def result_names(request: Request) -> list[str]:
     """The names of the results, in the order in which the operator returns them."""
-    names = [name for name in ("entropy", "distance", "received") if getattr(request, name)]
-    names += ["largest"] if request.largest_logit else []
+    names = [name for name in ("entropy", "distance", "received", "largest_logit") if getattr(request, name)]
     names += ["picture"] if request.picture is not None else []
     return [*names, "top_values", "top_keys"] if request.top else names
 
@@ -142,7 +141,7 @@ def _(lse: Tensor, names: str, sizes: list[int], q: Tensor, k: Tensor, *inputs: 
         "entropy": (q.shape[2],),
         "distance": (q.shape[2],),
         "received": (k.shape[2],),
-        "largest": (),
+        "largest_logit": (),
         "picture": (sizes[0], sizes[1]),
         "top_values": (q.shape[2], sizes[2]),
         "top_keys": (q.shape[2], sizes[2]),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_type_hints
 
@@ -55,6 +56,17 @@ def load_parts(path: str | os.PathLike[str], kind: str = WEIGHTS_FORMAT) -> dict
     if content.get("checksum") != checksum_tensors(tensors):
         raise ValueError("the checksum of the tensors does not match: the file was changed or damaged")
     return parts
+
+
+@contextmanager
+def explain_damage(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
+    """Turns the errors of a damaged or malicious file, which can make the checks raise anything, into ValueError."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{os.fspath(path)} is not a valid {kind}: {error}") from error
 
 
 def check_empty_tensor(name: str, tensor: Tensor) -> None:

@@ -17,6 +17,7 @@ from foci.masks.kinds import Causal
 from foci.masks.tile import Tile
 from foci.runtime.tracing import disable_autocast, is_capturing_cuda_graph, is_traced
 from foci.scores import Dot
+from foci.statistics.cuda import arguments
 from foci.statistics.cuda import columns as cuda_columns
 from foci.statistics.streaming import finite_lse
 
@@ -153,7 +154,7 @@ def compute_columns_of_short_rows(
         rows: the sequences of the batch whose weights are computed; None: all.
         dtype: of the result.
     """
-    if isinstance(keys, slice) and cuda_columns.is_on_gpu(q):
+    if isinstance(keys, slice) and arguments.is_on_gpu(q):
         sequences = range(q.shape[0]) if rows is None else range(rows.start, rows.stop)
         found = cuda_columns.compute_columns(q, k, sequences, range(keys.start, keys.stop), dtype)
         if found is not None:

@@ -41,8 +41,7 @@ def make_field(parts: SummaryParts, name: str) -> Tensor | Top | None:
         return with_lead(lse.detach(), parts)
     if name == "sink_mass":
         return with_lead(torch.zeros_like(lse), parts)
-    key = "largest" if name == "largest_logit" else name
-    return with_lead(results[key], parts) if key in results else None
+    return with_lead(results[name], parts) if name in results else None
 
 
 def with_lead(result: Tensor, parts: SummaryParts) -> Tensor:

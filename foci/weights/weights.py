@@ -8,7 +8,6 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import reprlib
@@ -27,9 +26,10 @@ from foci.runtime.spelling import suggest_name
 from foci.runtime.tracing import name_reversed_matmul
 from foci.scores import Score
 from foci.statistics import Request
-from foci.statistics.cuda import entries
+from foci.statistics.cuda import arguments, entries
 from foci.statistics.streaming import finite_lse
 from foci.weights import file, operators, parts_file, products
+from foci.weights.checks import check_dense_limit, check_k, check_over, check_picture_size
 from foci.weights.grouping import assign_groups
 from foci.weights.indexing import parse_axis_index, parse_leading_index, select_sequences, split_index, to_range
 from foci.weights.slices import compute_diagonal, compute_row, has_plain_rows
@@ -177,13 +177,13 @@ class Weights:
             return None
         call, lse = self.call, self.tensors.lse
         batch, head, query = batch % batches, head % heads, query % queries
-        if entries.is_on_gpu(lse):
+        if arguments.is_on_gpu(lse):
             return entries.compute_row(call, lse, batch, head, query)
         return compute_row(call, lse, batch, head, query) if has_plain_rows(call) else None
 
     def _rows_on_gpu(self, index: tuple[Any, ...]) -> Tensor | None:
         """A few rows of the matrix by one kernel; None for any other index or device, and for invalid ones."""
-        if self._averaged or not entries.is_on_gpu(self.tensors.lse) or len(self._batch_shape) > 1:
+        if self._averaged or not arguments.is_on_gpu(self.tensors.lse) or len(self._batch_shape) > 1:
             return None
         ranges = [to_range(item, size) for item, size in zip(index, self.shape, strict=True)]
         queries, keys = ranges[-2:]
@@ -223,14 +223,7 @@ class Weights:
 
     def dense(self, limit: int = 2**30) -> Tensor:
         """The whole matrix as a tensor; raises if it is larger than `limit` bytes."""
-        size = math.prod(self.shape) * self.dtype.itemsize
-        if not isinstance(limit, int | float):
-            raise TypeError(f"limit must be a number of bytes such as 2**30, got {limit!r}")
-        if size > limit:
-            raise ValueError(
-                f"the dense matrix {self.shape} takes {format_bytes(size)}, above the limit of {format_bytes(limit)}:"
-                " use slices or statistics, or pass a larger limit="
-            )
+        check_dense_limit(self.shape, self.dtype, limit)
         return self._entries(slice(None), slice(None))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -239,8 +232,7 @@ class Weights:
 
     def mean(self, over: str) -> Weights:
         """The average over the heads, again lazy: `weights.mean("heads")`."""
-        if over != "heads":
-            raise ValueError(f"over must be 'heads', got {over!r}")
+        check_over(over)
         if not self._headed or not self._lead[-1]:
             raise ValueError(f"weights must have heads, (..., H, Tq, Tk), for mean('heads'), got {self.shape}")
         return Weights(self.call, self.tensors.lse, self.batch_shape, False, True, self.group)
@@ -279,9 +271,7 @@ class Weights:
 
         If fewer than k keys are visible, the rest has value 0 and key -1.
         """
-        keys = self.shape[-1]
-        if not is_positive_int(k) or k > keys:
-            raise ValueError(f"k must be an int from 1 to the {keys} keys, got {k!r}")
+        check_k(k, self.shape[-1])
         result = self._compute(Request(top=k))
         return Top(self._reshape(result["top_values"]), self._reshape(result["top_keys"]))
 
@@ -325,18 +315,8 @@ class Weights:
             rows, columns: number of blocks, at most the number of queries and keys.
             reduce: "mean" or "max" of each block; masked entries count as 0.
         """
-        return self._reshape(self._compute(Request(picture=self._picture_size(rows, columns, reduce)))["picture"])
-
-    def _picture_size(self, rows: int, columns: int, reduce: str) -> tuple[int, int, str]:
-        queries, keys = self.shape[-2:]
-        if reduce not in {"mean", "max"}:
-            raise ValueError(f"reduce must be 'mean' or 'max', got {reduce!r}")
-        if not (is_positive_int(rows) and is_positive_int(columns) and rows <= queries and columns <= keys):
-            raise ValueError(
-                f"rows must be from 1 to the {queries} queries and columns from 1 to the {keys} keys,"
-                f" got {rows!r} x {columns!r}"
-            )
-        return rows, columns, reduce
+        check_picture_size(rows, columns, reduce, *self.shape[-2:])
+        return self._reshape(self._compute(Request(picture=(rows, columns, reduce)))["picture"])
 
     def grouped(self, query_groups: Any, key_groups: Any) -> Tensor:
         """The attention between groups of tokens: summed over the keys, averaged over the queries of each group.
@@ -373,7 +353,7 @@ class Weights:
     def largest_logit(self) -> Tensor:
         """The largest visible logit of each head, -inf if all keys are masked: (..., H)."""
         self._per_head_lse("largest_logit")
-        return self._reshape(self._compute(Request(largest_logit=True))["largest"])
+        return self._reshape(self._compute(Request(largest_logit=True))["largest_logit"])
 
     def sink_mass(self) -> Tensor:
         """The share of each query's attention that goes to the sink, 0 without a sink: (..., Tq)."""
@@ -405,8 +385,6 @@ class Weights:
         """The tensors of a summary but sink_mass, by name; int32_keys: top keys as int32. Used by foci.record."""
         results = self._summarize(top, picture, largest_logit, distance, int32_keys)
         tensors = {name: self._reshape(tensor) for name, tensor in results.items()}
-        if largest_logit:
-            tensors["largest_logit"] = tensors.pop("largest")
         # _summarize has checked the tensors.
         tensors["lse"] = self._reshape(copy_if_inference(self.tensors.lse).detach())
         return tensors
@@ -539,7 +517,3 @@ def transpose_operand(x: Any) -> Any:
 def compute_sink_mass(lse: Tensor, sink: Tensor | None) -> Tensor:
     """(B, H, Tq), the share of each query's attention that goes to the sink."""
     return torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite_lse(lse))
-
-
-def format_bytes(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size:,} bytes"

@@ -12,6 +12,7 @@ from torch import Tensor
 import foci
 from foci.backends import additive_cpu, strips
 from foci.backends.additive_cpu import FastAdditive, with_fast_additive
+from foci.runtime import native
 from foci.scores import Additive
 from tests.allocation import LargestTensor
 from tests.tensors import qkv, randn
@@ -135,7 +136,7 @@ def test_scores_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monke
     given = tensors((1, 1, 1, 150, 1100, 20))
     slopes = randn(1, 1, 150, 1100)
     alone = solved(lambda q, k, w: FastAdditive(w).raw(q, k), given, slopes)
-    monkeypatch.setattr(additive_cpu, "choose_thread_count", lambda terms: 3)
+    monkeypatch.setattr(native, "count_threads", lambda work, least: 3)
     several = solved(lambda q, k, w: FastAdditive(w).raw(q, k), given, slopes)
     assert torch.equal(alone[0], several[0])
     for one, other in zip(alone[1:], several[1:], strict=True):

@@ -15,7 +15,7 @@ import foci
 from foci import backends
 from foci.backends import repeated_calls
 from foci.gpu.launcher import LaunchPlan, pick_addresses
-from foci.gpu.mask_inputs import describe_mask
+from foci.masks.kernel_inputs import describe_mask
 
 IDS = torch.tensor([0, 0, 1, 1, 1, 2])
 LENGTHS = torch.tensor([6, 2])

@@ -63,7 +63,7 @@ def test_common_calls_with_weights_run_cudnn(monkeypatch: pytest.MonkeyPatch) ->
     calls = []
     monkeypatch.setattr(sdpa.cuda, "is_default_kernel_fastest", lambda q, k, v, causal: True)
     monkeypatch.setattr(sdpa.cuda, "run_cudnn", lambda q, k, v, causal: calls.append(causal) or (q, q[..., 0]))
-    monkeypatch.setattr(sdpa, "is_common_call", lambda q, k, v, mask: True)
+    monkeypatch.setattr(sdpa, "is_plain_call", lambda q, k, v, mask: True)
     x, y = CudaLike(), CudaLike(requires_grad=True)
     assert sdpa.run_plain_call_with_lse(x, x, x, foci.causal) is not None
     assert sdpa.run_plain_call_with_lse(x, x, x, None) is not None

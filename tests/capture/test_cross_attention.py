@@ -77,7 +77,7 @@ def test_a_unet_keeps_its_order_and_has_a_context(length: int) -> None:
         ("cross.L2", "input", "context"),
     ]
     scores = seen.scores()
-    for score in ("distance", "previous token"):
+    for score in ("distance", "previous_token"):
         assert scores[score].isnan().all(1).tolist() == [False, True] * 3
     assert not scores["entropy"].isnan().any()
     assert bool(seen["cross.L0"].distance().isnan().all())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import foci
 from foci.capture.cross_attention import ModuleInputs
-from foci.capture.generation_steps import CaptureError
+from foci.capture.errors import CaptureError
 from foci.capture.torch_functions import SdpaCall
 from tests.capture.diffusion_models import CASES, TEXT, Case, make_pipeline, make_tokenizer
 from tests.tensors import randn
@@ -509,7 +509,7 @@ def test_calls_with_many_entries_need_the_kernel(is_on_gpu: bool, monkeypatch: p
     with foci.watch(pipe) as lazy:
         pipe(**call, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr("foci.capture.text_weights.MAX_SHORT_ENTRIES", 10)
-    monkeypatch.setattr("foci.statistics.cuda.columns.is_on_gpu", lambda x: is_on_gpu)
+    monkeypatch.setattr("foci.statistics.cuda.arguments.is_on_gpu", lambda x: is_on_gpu)
     monkeypatch.setattr("foci.statistics.cuda.columns.COLUMNS_LAUNCHES", {})
     computed = count_full_recordings(monkeypatch)
     with foci.watch(pipe, keep=foci.Keep(keys="text")) as seen:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import foci
-from foci.capture.generation_steps import CaptureError
-from foci.record.image_maps import MAX_STRIP_ENTRIES
+from foci.capture.errors import CaptureError
+from foci.record.dense import MAX_STRIP_ENTRIES
 from foci.record.labels import Segment
 from foci.record.layer import Layer
 from tests.allocation import LargestTensor

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 TEXT = "Jane is hungry, Jane sleeps"
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Jane", "is", "hungry", ",", "sleeps"]
 NO_MODEL = (
-    "model must be named (--model), because no model that reads text ships with this installation: the folder or name"
-    ' of a Hugging Face model, or a foci run; foci explain "..." shows attention without a model'
+    "model must be given, because no pretrained model that reads text is installed, got None: choose one with --model;"
+    ' foci explain "..." shows attention without a model'
 )
 SMALL = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -169,7 +169,7 @@ def test_a_model_that_foci_trained(own: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("named", [[], ["--model", "generation"]])
-def test_a_shipped_model_is_found_by_name(
+def test_a_pretrained_model_is_found_by_name(
     named: list[str], own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "MODELS_DIRECTORY", own.parent)
@@ -213,7 +213,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, folders: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
         ValueError,
-        match=r"model must be the folder or name of a Hugging Face model, a foci run, or a model that ships",
+        match=r"model must be the folder or name of a Hugging Face model, a foci run, or a pretrained model",
     ):
         load_text_model(str(tmp_path))
     assert not is_foci_model(tmp_path)

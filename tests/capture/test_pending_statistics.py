@@ -1,4 +1,4 @@
-"""Common calls, of which only the tensors are noted: layers made on first read, statistics of layers together."""
+"""Plain calls, of which only the tensors are noted: layers made on first read, statistics of layers together."""
 
 import copy
 import gc

@@ -57,7 +57,7 @@ def test_layers_heads_labels_and_calls(gradients: bool) -> None:
         torch.testing.assert_close(seen[f"L{index}"].dense(), expected, atol=1e-6, rtol=1e-5)
     assert (seen.model, seen.calls, seen.unseen, seen.prompt, seen.notes) == ("Stack", 3, [], None, [])
     assert seen.labels["input"].texts == (("7", "3", "9", "3", "7", "3"),)
-    assert "duplicate token" in seen.scores()
+    assert "duplicate_token" in seen.scores()
 
 
 def test_inference_mode() -> None:
@@ -510,7 +510,7 @@ def test_the_examples_of_the_watch_page_run(tmp_path: Path, monkeypatch: pytest.
     for code in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(compile(code, "watch.md", "exec"), names)
     assert foci.Record.load(tmp_path / "run.foci").heads == names["seen"].heads
-    rows = dict(re.findall(r"^\| ([a-z ]+) \| (.+) \|$", page.partition("| score |")[2], re.MULTILINE))
+    rows = dict(re.findall(r"^\| ([a-z_ ]+) \| (.+) \|$", page.partition("| score |")[2], re.MULTILINE))
     assert rows == HEAD_SCORES
 
 

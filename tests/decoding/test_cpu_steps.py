@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import foci
 import foci.nn
 from foci.decoding import Beam, Sampling, cpu_steps, step_c
-from foci.decoding.cpu_steps import CpuSteps, why_refused
+from foci.decoding.cpu_steps import CpuSteps, find_refusal
 from foci.decoding.generation import choose_steps
 from foci.decoding.step_c import Linear, rank_tokens
 from foci.decoding.steps import CachedSteps, prepare_prompt
@@ -59,9 +59,9 @@ def summarize(answers: list[foci.decoding.Answer]) -> list[list[tuple[list[int],
     return [[(each.tokens, each.stopped) for each in (answer, *answer.others)] for answer in answers]
 
 
-def find_refusal(model: nn.Module) -> str | None:
+def refusal_of(model: nn.Module) -> str | None:
     with torch.no_grad():
-        return why_refused(model, prepare_prompt(model, PROMPTS, None if hasattr(model, "embedding") else START))
+        return find_refusal(model, prepare_prompt(model, PROMPTS, None if hasattr(model, "embedding") else START))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -70,7 +70,7 @@ def test_steps_in_c_equal_uncached_steps(kind: str, method: str, monkeypatch: py
     # So that the buffers grow several times.
     monkeypatch.setattr(cpu_steps, "MIN_NEW_SLOTS", 2)
     model, options = build_model(kind), {"method": METHODS[method], **build_options(kind)}
-    assert find_refusal(model) is None
+    assert refusal_of(model) is None
     answers = foci.generate(model, PROMPTS, **options)
     uncached = foci.generate(model, PROMPTS, cache=False, **options)
     assert summarize(answers) == summarize(uncached)
@@ -89,7 +89,7 @@ def test_steps_in_c_transcribe_speech_of_unequal_length(method: str) -> None:
         parameter.data.mul_(3.0 if parameter.dim() > 1 else 1.0)
     frames = [torch.randn(length, 4) for length in (30, 11, 21)]
     with torch.no_grad():
-        assert why_refused(model.eval(), prepare_prompt(model, frames, START)) is None
+        assert find_refusal(model.eval(), prepare_prompt(model, frames, START)) is None
     options: dict[str, Any] = {"start": START, "new_tokens": 8, "method": METHODS[method]}
     expected = summarize(foci.generate(model, frames, cache=False, **options))
     assert summarize(foci.generate(model, frames, **options)) == expected
@@ -154,7 +154,7 @@ def test_changed_weights_are_used() -> None:
 def test_other_models_are_refused(change: Any, reason: str) -> None:
     model = build_model("decoder")
     change(model)
-    refusal = find_refusal(model)
+    refusal = refusal_of(model)
     assert refusal is not None
     assert re.search(reason, refusal)
 
@@ -172,7 +172,7 @@ def test_other_models_are_refused(change: Any, reason: str) -> None:
 )
 def test_other_configs_are_refused(changes: dict[str, Any], reason: str) -> None:
     model = foci.nn.Decoder.from_name("tiny", **SIZE, **changes)
-    refusal = find_refusal(model)
+    refusal = refusal_of(model)
     assert refusal is not None
     assert reason in refusal
 
@@ -181,7 +181,7 @@ def test_a_forward_set_by_hand_is_called() -> None:
     model = build_model("decoder")
     own = model.get_submodule("blocks.0.attention")
     own.forward = lambda x, **_: torch.zeros_like(x)  # type: ignore[method-assign]
-    refusal = find_refusal(model)
+    refusal = refusal_of(model)
     assert refusal is not None
     assert "forward" in refusal
 
@@ -191,7 +191,7 @@ def test_subclasses_inside_a_model_are_refused(name: str) -> None:
     model = build_model("encoder-decoder")
     part = model.get_submodule(name)
     part.__class__ = type("Other", (type(part),), {})
-    refusal = find_refusal(model)
+    refusal = refusal_of(model)
     assert refusal is not None
     assert "must be a Transformer" in refusal
 
@@ -217,7 +217,7 @@ def test_strided_weights_and_states() -> None:
     feed_forward: Any = model.get_submodule("blocks.0.feed_forward")
     feed_forward.activation = lambda x: x.relu().mT.contiguous().mT
     answers = foci.generate(model, PROMPTS, new_tokens=6)
-    assert find_refusal(model) is None
+    assert refusal_of(model) is None
     assert summarize(answers) == summarize(foci.generate(model, PROMPTS, new_tokens=6, cache=False))
 
 
@@ -237,7 +237,7 @@ def test_threads_do_not_change_the_answers(method: str, monkeypatch: pytest.Monk
     """Neither those of a step nor those of the caller."""
     model, options = build_model("encoder-decoder"), build_options("encoder-decoder") | {"method": METHODS[method]}
     expected = foci.generate(model, PROMPTS, **options)
-    monkeypatch.setattr(step_c, "count_threads", lambda _: 3)
+    monkeypatch.setattr(native, "count_threads", lambda work, least: 3)
     with ThreadPoolExecutor(2) as pool:
         every = [*pool.map(lambda _: foci.generate(model, PROMPTS, **options), range(4))]
     assert every == [expected] * 4

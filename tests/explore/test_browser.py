@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from foci.capture.model_loading import list_shipped_models
+from foci.capture.model_loading import list_pretrained_by_input
 from tests.conftest import chromium_path
 from tests.view import records
 from tests.view.browsing import browsing, listed, opened, shares, summed
@@ -69,7 +69,7 @@ def test_a_text_is_typed_and_run(browser: Any, address: str) -> None:
 
 def test_shipped_models_are_offered_and_translate(browser: Any, address: str) -> None:
     with opened(browser, address, offline=False) as tab:
-        assert tab.locator(".modelchip").all_inner_texts()[:4] == ["untrained vectors", *list_shipped_models()[:3]]
+        assert tab.locator(".modelchip").all_inner_texts()[:4] == ["untrained vectors", *list_pretrained_by_input()[:3]]
         assert tab.get_by_label("Model").input_value() == "translation"
         tab.get_by_label("Text").fill("Where is the train station?")
         tab.get_by_role("button", name="Run", exact=True).click()

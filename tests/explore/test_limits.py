@@ -27,11 +27,11 @@ uvicorn = pytest.importorskip("uvicorn")
 # Serves an explorer whose jobs compute without an end.
 ENDLESS = """
 import torch
-from foci.explore import models, server
+from foci.explore import model_runner, server
 def compute(*arguments):
     while True:
         torch.ones(500, 500) @ torch.ones(500, 500)
-models.ModelRunner.record_text = compute
+model_runner.ModelRunner.record_text = compute
 server.serve([], browse=False, say=lambda text: print(text, flush=True))
 """
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.explore import jobs, models, server
+from foci.explore import jobs, model_runner, server
 from foci.explore.access import SECURITY_HEADERS, Guard
 from foci.explore.server import Explorer, serve
 from foci.record.record import Record
-from foci.view.page import answers, payload
+from foci.view.page import payload, requests
 from tests.view import records
 from tests.view.pages import decode_array, decode_payload, lazy
 
@@ -139,12 +139,12 @@ def test_assets_have_content_types(client: Any) -> None:
 
 def test_models_are_listed(client: Any) -> None:
     found = client.get(f"/{SECRET}/api/models").json()
-    assert found["models"][:2] == [models.UNTRAINED, "./offered"]
-    assert (found["takes"]["vision"], found["takes"][models.UNTRAINED]) == ("images", "texts")
+    assert found["models"][:2] == [model_runner.UNTRAINED, "./offered"]
+    assert (found["takes"]["vision"], found["takes"][model_runner.UNTRAINED]) == ("images", "texts")
 
 
 def test_a_text_becomes_a_record(client: Any, explorer: Explorer) -> None:
-    given = {"text": "Jane is hungry.", "model": models.UNTRAINED}
+    given = {"text": "Jane is hungry.", "model": model_runner.UNTRAINED}
     state = finished(client, client.post(f"/{SECRET}/api/text", json=given))
     assert (state["message"], state["fraction"], state["error"]) == ("done", 1.0, None)
     header, arrays = decode_payload(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
@@ -159,8 +159,11 @@ def test_a_text_becomes_a_record(client: Any, explorer: Explorer) -> None:
     ("given", "error"),
     [
         ({"text": "a b", "model": "./nowhere"}, "got ./nowhere: no such path"),
-        ({"text": "  ", "model": models.UNTRAINED}, "text must have at least one word"),
-        ({"text": "nosuch.txt", "model": models.UNTRAINED}, "text must be a text, got the file name nosuch.txt: open"),
+        ({"text": "  ", "model": model_runner.UNTRAINED}, "text must have at least one word"),
+        (
+            {"text": "nosuch.txt", "model": model_runner.UNTRAINED},
+            "text must be a text, got the file name nosuch.txt: open",
+        ),
     ],
 )
 def test_errors_of_jobs_are_reported(client: Any, given: dict[str, str], error: str) -> None:
@@ -239,8 +242,8 @@ def test_exact_weights_on_demand(client: Any, explorer: Explorer) -> None:
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_tiles(client: Any, explorer: Explorer, reduce: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "TILE_CELLS", 8)
-    monkeypatch.setattr(answers, "STRIP_ENTRIES", 60)
+    monkeypatch.setattr(requests, "TILE_CELLS", 8)
+    monkeypatch.setattr(requests, "MAX_STRIP_ENTRIES", 60)
     record = lazy(50)
     base = keep(explorer, record)
     tile = floats(client.get(f"{base}/tile?layer=0&heads=1.2&seq=0&y=24&x=12&step={step}&reduce={reduce}"))
@@ -321,7 +324,7 @@ def test_progress_counts_modules() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2), torch.nn.ReLU())
     job, seen = jobs.Job(), []
     model[2].register_forward_hook(lambda *_: seen.append(job.fraction))
-    with models.report_progress(model, job):
+    with model_runner.report_progress(model, job):
         model(torch.zeros(1, 2))
     assert seen == [pytest.approx(jobs.LOADED_FRACTION + (jobs.RUN_FRACTION - jobs.LOADED_FRACTION) / 2)]
     assert job.fraction == pytest.approx(jobs.RUN_FRACTION)

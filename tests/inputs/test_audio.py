@@ -169,7 +169,7 @@ def test_filters_are_triangles_that_share_every_bin() -> None:
     assert bool((filters >= 0).all())
     middles = audio.mel_to_hertz(torch.linspace(0, float(audio.hertz_to_mel(4000.0)), 26, dtype=torch.float64)[1:-1])
     assert (filters.argmax(1) * 8000 / 512 - middles).abs().max() <= 8000 / 512
-    # Between the first and the last middle, neighbours add up to one.
+    # Between the first and the last middle, neighbors add up to one.
     inner = filters.sum(0)[int(middles[0] / 15.6) + 1 : int(middles[-1] / 15.7)]
     assert torch.allclose(inner, torch.ones_like(inner), atol=1e-5)
 

@@ -35,7 +35,7 @@ def test_bitmaps_are_read_as_pillow_reads_them(channels: int, tmp_path: Path) ->
     assert torch.equal(read_image(tmp_path / "a.png", channels), given)
 
 
-def test_grey_and_colour_are_converted(tmp_path: Path) -> None:
+def test_grey_and_color_are_converted(tmp_path: Path) -> None:
     grey = write_bitmap(tmp_path / "grey.pgm", pixels(1))
     assert torch.equal(read_image(grey, 3), pixels(1).expand(3, -1, -1))
     red = torch.zeros(3, 2, 2, dtype=torch.uint8)
@@ -90,8 +90,11 @@ def test_invalid_image_files_give_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cut.png must be an intact PNG file, but Pillow cannot read it: .+"):
         read_image(tmp_path / "cut.png")
     (tmp_path / "text.pgm").write_bytes(b"P5 many pixels")
-    with pytest.raises(ValueError, match=r"text.pgm must be a binary PGM or PPM image"):
+    with pytest.raises(ValueError, match=r"text.pgm must be a binary PGM or PPM image .*, got no valid header$"):
         read_image(tmp_path / "text.pgm")
+    (tmp_path / "wide.pgm").write_bytes(b"P5 1 1 65535\n12")
+    with pytest.raises(ValueError, match=r"wide.pgm must be a binary PGM or PPM image .*, got values up to 65535$"):
+        read_image(tmp_path / "wide.pgm")
     (tmp_path / "short.pgm").write_bytes(b"P5 3 3 255\n1234")
     with pytest.raises(ValueError, match=r"short.pgm must hold 9 bytes of 3 x 3 pixels, got 4"):
         read_image(tmp_path / "short.pgm")

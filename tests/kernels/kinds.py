@@ -108,7 +108,7 @@ KINDS: dict[str, Kind] = {
     "causal summary 128": (HALF, 128, LENGTH, False, True, lambda d, t: {"mask": foci.causal}),
     "causal summary any length": (HALF, 128, 2000, False, True, lambda d, t: {"mask": foci.causal}),
     "summary odd length": (HALF, 64, 200, False, True, lambda d, t: {}),
-    "summary float32": (FULL, 64, LENGTH, False, True, lambda d, t: {}),
+    "summary float32 maxima": (FULL, 64, LENGTH, False, True, lambda d, t: {}),
     "divergence": (HALF, 128, LENGTH, False, False, lambda d, t: {"mask": foci.causal}),
     "columns": (HALF, 64, LENGTH, False, False, lambda d, t: {}),
     "columns float32": (FULL, 256, LENGTH, False, False, lambda d, t: {}),
@@ -219,7 +219,7 @@ def collect_kind(name: str, capability: int) -> list[CollectedLaunch]:
             with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value="determin" in name):
                 foci.attention(q, k, k, backend="triton", **arguments)
         if summary:
-            collect_summary(q, k, arguments)
+            collect_summary(q, k, arguments, "max" if name.endswith("maxima") else "mean")
     return collected
 
 
@@ -230,13 +230,13 @@ def collect_divergence(q: Tensor, k: Tensor, arguments: Arguments) -> None:
         divergence.compute_divergence(teacher, student, True, (None, None), lambda q, k: q)
 
 
-def collect_summary(q: Tensor, k: Tensor, arguments: Arguments) -> None:
-    """The launches of a summary; the forward of another backend is not of interest."""
+def collect_summary(q: Tensor, k: Tensor, arguments: Arguments, reduce: str) -> None:
+    """The launches of a summary with a picture; the forward of another backend is not of interest."""
     from foci.statistics import compute_statistics
     from foci.statistics.request import Request
 
     call = call_of(q, k, arguments)
-    size = (min(64, q.shape[2]), 64, "mean")
+    size = (min(64, q.shape[2]), 64, reduce)
     request = Request(entropy=True, received=True, picture=size, top=8, largest_logit=True, distance=True)
     compute_statistics(call, table(*q.shape[:3]), request, False)
 

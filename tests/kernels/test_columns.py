@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from foci.capture.text_weights import KnownCall
-from foci.statistics.cuda import columns
+from foci.statistics.cuda import arguments, columns
 from foci.weights.slices import compute_columns_of_short_rows
 from tests.kernels.statistics_cases import DEVICE, within_nan
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
@@ -28,7 +28,7 @@ SHAPES = [
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes CPU tensors for CUDA tensors, and forgets earlier launches."""
     monkeypatch.setattr(columns, "COLUMNS_LAUNCHES", {})
-    monkeypatch.setattr(columns, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(arguments, "is_on_gpu", lambda x: True)
 
 
 def make_inputs(queries: int, keys: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import foci
 from foci.arguments import Call
-from foci.gpu.mask_inputs import KernelMasks
+from foci.masks.kernel_inputs import KernelMasks
 from foci.statistics.cuda import divergence as kernels
 from foci.statistics.divergence import compare_in_strips
 from tests.tensors import randn
@@ -90,7 +90,7 @@ def test_more_keys_than_queries_in_half_precision() -> None:
 def test_programs_share_the_blocks_of_a_short_sequence() -> None:
     teacher, student = sides(torch.float32, DEVICE, 4, 2, 20, 600, 600), sides(torch.float32, DEVICE, 1, 1, 8, 600, 600)
     calls = attend(*teacher, mask=foci.causal).call, attend(*student, mask=foci.causal).call
-    both = [kernels.count_parts(*map(kernels.as_side, calls), axis) for axis in (kernels.ROWS, kernels.COLUMNS)]
+    both = [kernels.count_parts(*map(kernels.as_side, calls), axis) for axis in (kernels.QUERY_AXIS, kernels.KEY_AXIS)]
     assert all(parts > 1 for parts, _ in both)
 
 

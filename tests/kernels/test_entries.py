@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import foci
 from foci.arguments import Call
 from foci.statistics import cuda
-from foci.statistics.cuda import entries
+from foci.statistics.cuda import arguments, entries
 from foci.weights.indexing import to_range
 from tests.kernels.statistics_cases import DEVICE
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
@@ -45,7 +45,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[range, ...]]:
 
     monkeypatch.setattr(entries, "compute_rows", recorded)
     if DEVICE == "cpu":
-        monkeypatch.setattr(entries, "is_on_gpu", lambda x: True)
+        monkeypatch.setattr(arguments, "is_on_gpu", lambda x: True)
         monkeypatch.setattr(cuda, "refuses", lambda call: [])
     return seen
 

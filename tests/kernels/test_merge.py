@@ -25,7 +25,7 @@ def joined(
     if cells:
         shapes["picture"] = (PAIRS, *cells[:2])
     if logits:
-        shapes["largest"] = (PAIRS,)
+        shapes["largest_logit"] = (PAIRS,)
     results = {name: torch.empty(shape, device=DEVICE) for name, shape in shapes.items()}
     if chosen:
         results["top_keys"] = torch.empty(chosen, dtype=torch.int64, device=DEVICE)
@@ -113,7 +113,7 @@ def test_largest_logit_of_each_pair(each: int) -> None:
     logits = numbers(PAIRS, each)
     logits[1, each // 2] = torch.nan
     logits[2] = -torch.inf
-    got = joined({"logits": logits}, logits=each)["largest"]
+    got = joined({"logits": logits}, logits=each)["largest_logit"]
     torch.testing.assert_close(got, logits.amax(1), equal_nan=True)
 
 
@@ -132,7 +132,7 @@ def test_all_results_in_one_launch() -> None:
     assert torch.equal(got["top_keys"], chosen.long())
     torch.testing.assert_close(got["received"], columns.sum(1))
     torch.testing.assert_close(got["picture"], pooled(weights, picture))
-    torch.testing.assert_close(got["largest"], logits.amax(1))
+    torch.testing.assert_close(got["largest_logit"], logits.amax(1))
 
 
 def test_nan_propagates_to_the_picture() -> None:

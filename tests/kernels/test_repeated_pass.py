@@ -230,7 +230,6 @@ def test_later_rows_equal_the_dense_matrix(mask: Any, compiler: Compiler, monkey
     monkeypatch.setattr("foci.kernels.statistics.entries.compute_entries", kernel)
     monkeypatch.setattr(entries, "COMPILED_KERNELS", {})
     monkeypatch.setattr(entries, "ROW_LAUNCHES", {})
-    monkeypatch.setattr(entries, "is_on_gpu", lambda x: True)
     monkeypatch.setattr(entries, "address_failure", lambda index: None)
     for seed, index in enumerate([(0, 3, 5), (0, -1, 39), (-1, 0, 0), (0, 2, -40)]):
         weights = make_weights(seed, mask=mask)

@@ -44,7 +44,7 @@ def check(case: Case, wanted: Request, q: Tensor | None = None, k: Tensor | None
         rounding = 5e-4 if half else 1e-4
         torch.testing.assert_close(got["picture"].double(), pooled(weights, *wanted.picture), rtol=rounding, atol=1e-6)
     if wanted.largest_logit:
-        close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
+        close(got["largest_logit"], case.logits().amax((-1, -2)), 5e-5)
     if wanted.top:
         check_top(got, case, wanted.top, tolerance)
         assert got["top_keys"].dtype == (torch.int32 if wanted.int32_keys else torch.int64)
@@ -154,7 +154,7 @@ def test_traced_calls_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
         got = launch_statistics(q, k, lse, scale=1.0, causal=True, request=ALL, config=SMALL)
     assert {name: tuple(x.shape) for name, x in got.items()} == {
         "entropy": (1, 2, 24), "distance": (1, 2, 24), "top_values": (1, 2, 24, 3), "top_keys": (1, 2, 24, 3),
-        "largest": (1, 2), "received": (1, 2, 40), "picture": (1, 2, 4, 5),
+        "largest_logit": (1, 2), "received": (1, 2, 40), "picture": (1, 2, 4, 5),
     }  # fmt: skip
     assert seen == ["tile_statistics", "choose_topk", "refine_topk", "merge_statistics"]
     assert not triton_statistics.PASS_CACHE

@@ -194,7 +194,7 @@ def test_every_statistic_under_every_mask(make) -> None:
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["distance"], (weights * case.apart).sum(-1), 3e-5)
-    close(got["largest"], case.logits().amax((-1, -2)), 1e-5)
+    close(got["largest_logit"], case.logits().amax((-1, -2)), 1e-5)
     check_top(got, case, 3)
 
 
@@ -229,7 +229,7 @@ def test_short_sequences_take_one_launch(make, reduce: str) -> None:
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["picture"], weights)
     close(got["distance"], (weights * case.apart).sum(-1), 3e-5)
-    close(got["largest"], case.logits().amax((-1, -2)), 1e-5)
+    close(got["largest_logit"], case.logits().amax((-1, -2)), 1e-5)
     check_top(got, case, 3)
     assert got["top_keys"].dtype == (torch.int32 if reduce == "max" else torch.int64)
 
@@ -359,7 +359,7 @@ def test_keys_loaded_by_tma(make, beyond: int) -> None:
     got = launch_statistics(q, k, lse.float(), scale=case.scale, request=wanted, config=FETCHED, **case.options)
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
-    close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
+    close(got["largest_logit"], case.logits().amax((-1, -2)), 5e-5)
     torch.testing.assert_close(got["picture"].double(), pooled(weights, *picture), rtol=5e-4, atol=1e-7)
     check_top(got, case, 3, KEPT)
 

@@ -286,7 +286,7 @@ def check(case: Case, wanted: Request, tolerance: float = 5e-5) -> dict[str, Ten
         away = (weights * (places[:, None] - places).abs()).sum(-1)
         close(got["distance"] / weights.shape[-1], away / weights.shape[-1], tolerance / 10)
     if wanted.largest_logit:
-        close(got["largest"], case.logits().amax((-1, -2)), tolerance)
+        close(got["largest_logit"], case.logits().amax((-1, -2)), tolerance)
     if wanted.top:
         check_top(got, case, wanted.top, tolerance)
     return got

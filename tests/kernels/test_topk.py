@@ -107,7 +107,7 @@ def test_half_precision_ties_and_hidden_keys(top: int) -> None:
     case.k[:, :, 80:130] = case.k[:, :, :50]
     got = case.run(Request(top=top, largest_logit=True))
     check_top(got, case, top, KEPT)
-    close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
+    close(got["largest_logit"], case.logits().amax((-1, -2)), 5e-5)
     assert torch.equal(got["top_keys"][0, 1], torch.arange(top, device=DEVICE).expand(4, top))
     keys = got["top_keys"][0, 0].tolist()
     assert all(key - 80 in row[:place] for row in keys for place, key in enumerate(row) if 80 <= key < 130)
@@ -144,7 +144,7 @@ def test_largest_logit_of_near_ties(top: int, dtype: torch.dtype) -> None:
     case = nearly_level(80, dtype, heavier=50)
     got = case.run(Request(top=top, largest_logit=True))
     assert got["top_keys"][0, 0, :, 0].tolist() == [50] * 8
-    close(got["largest"], case.logits().amax((-1, -2)), 6e-7)
+    close(got["largest_logit"], case.logits().amax((-1, -2)), 6e-7)
 
 
 def test_many_tag_bits_recompute_logits(monkeypatch: pytest.MonkeyPatch) -> None:

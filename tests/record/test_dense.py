@@ -30,7 +30,7 @@ def test_top_with_ties_and_masked_keys() -> None:
     assert torch.equal(dense.top(5).keys, lazy.top(5).keys)
     level = DenseWeights(torch.tensor([[0.25, 0.5, 0.25, 0.0]])).top(4)
     assert level.keys.tolist() == [[1, 0, 2, -1]]
-    with pytest.raises(ValueError, match="from 1 to 9, the number of keys, got 10"):
+    with pytest.raises(ValueError, match="k must be an int from 1 to the 9 keys, got 10"):
         dense.top(10)
 
 
@@ -38,7 +38,7 @@ def test_top_with_ties_and_masked_keys() -> None:
 def test_picture(reduce: str) -> None:
     lazy, dense = pair()
     close(dense.picture(4, 5, reduce), lazy.picture(4, 5, reduce))
-    with pytest.raises(ValueError, match="from 1 to 6 and from 1 to 9 for this matrix, got 7 x 5"):
+    with pytest.raises(ValueError, match="rows must be from 1 to the 6 queries and columns from 1 to the 9 keys"):
         dense.picture(7, 5)
     with pytest.raises(ValueError, match="reduce must be 'mean' or 'max', got 'sum'"):
         dense.picture(1, 1, "sum")

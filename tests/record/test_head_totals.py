@@ -10,9 +10,9 @@ from torch import Tensor
 
 import foci
 from foci.record.head_totals import (
-    COLUMNS,
     HEAD_STATISTICS,
     HISTOGRAM_EDGES,
+    TOTAL_COLUMNS,
     compute_head_totals,
     head_histograms,
     head_statistics,
@@ -95,7 +95,7 @@ def test_totals_of_parts_merge_to_those_of_the_whole() -> None:
     weights = weights_of(mask=foci.causal)
     whole = compute_head_totals(weights, tuple(HEAD_STATISTICS))
     parts = torch.stack([compute_head_totals(weights[b : b + 1], tuple(HEAD_STATISTICS)) for b in range(B)])
-    assert whole.shape == (H, COLUMNS)
+    assert whole.shape == (H, TOTAL_COLUMNS)
     # Small matrices are computed by other code than large ones.
     torch.testing.assert_close(merge_head_totals(parts), whole, rtol=1e-5, atol=1e-5)
     assert torch.equal(head_histograms(merge_head_totals(parts))["entropy"], head_histograms(whole)["entropy"])

@@ -75,7 +75,10 @@ def test_statistics_that_were_not_kept_are_refused() -> None:
         (lambda: found.top(3), r"k must be at most 2, the recorded number of keys, got 3: use keep=foci.Keep\(top=3\)"),
         (lambda: found.picture(3, 4), "rows must divide 4, because a picture of 4 x 4 was recorded, got 3"),
         (lambda: found.picture(4, 4, "max"), "reduce must be 'mean' for kept statistics, got 'max'"),
-        (lambda: found.received([1]), "recorded for all queries"),
+        (
+            lambda: found.received([1]),
+            r"queries must be None and per 'query_head' for kept statistics, got \[1\] and 'query_head'",
+        ),
         (lambda: found["previous"], "'previous' was not recorded; available: entropy"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -25,14 +25,14 @@ def layer(length: int = 8, mask: foci.Mask | None = foci.causal, seed: int = 0, 
 
 def defined(dense: Tensor, tokens: list[list[str]]) -> dict[str, float]:
     """The scores of head 1, entry by entry."""
-    sums, count = dict.fromkeys(("previous token", "duplicate token", "induction", "first token", "alignment"), 0.0), 0
+    sums, count = dict.fromkeys(("previous_token", "duplicate_token", "induction", "first_token", "alignment"), 0.0), 0
     for b, row_tokens in enumerate(tokens):
         for i, token in enumerate(row_tokens):
             row = dense[b, 1, i].tolist()
             count += 1
-            sums["previous token"] += row[i - 1] if i else 0.0
-            sums["first token"] += row[0]
-            sums["duplicate token"] += sum(w for j, w in enumerate(row) if j < i and row_tokens[j] == token)
+            sums["previous_token"] += row[i - 1] if i else 0.0
+            sums["first_token"] += row[0]
+            sums["duplicate_token"] += sum(w for j, w in enumerate(row) if j < i and row_tokens[j] == token)
             sums["induction"] += sum(
                 w for j, w in enumerate(row) if 0 < j <= i and row_tokens[j - 1] == token and j - 1 < i
             )
@@ -52,7 +52,8 @@ def test_scores_equal_their_definitions(entries: int, kind: str, monkeypatch: py
     dense = lazy.dense()
     asked = lazy if kind == "weights" else Layer("x", matrix=dense)
     found = metrics.compute_score_totals(asked, (TOKENS, TOKENS)).means()
-    assert found.keys() == HEAD_SCORES.keys()
+    # There is no sink.
+    assert HEAD_SCORES.keys() - found.keys() == {"sink_mass"}
     for name, value in defined(dense, TOKENS).items():
         assert math.isclose(found[name][1], value, rel_tol=1e-5), name
     single = metrics.compute_score_totals(asked.head(1), (TOKENS, TOKENS)).means()
@@ -64,8 +65,8 @@ def test_scores_from_kept_statistics() -> None:
     lazy = layer()
     assert lazy.weights is not None
     expected = metrics.compute_score_totals(lazy).means()
-    assert not {"duplicate token", "induction"} & expected.keys()
-    for keep, missing in ((foci.Keep(shares=True), set()), (foci.Keep(), {"previous token", "first token"})):
+    assert not {"duplicate_token", "induction"} & expected.keys()
+    for keep, missing in ((foci.Keep(shares=True), set()), (foci.Keep(), {"previous_token", "first_token"})):
         kept = Layer("x", kept=KeptStatistics(keep.compute(lazy.weights), lazy.shape))
         found = metrics.compute_score_totals(kept).means()
         assert expected.keys() - found.keys() == missing
@@ -85,18 +86,21 @@ def test_fully_masked_queries_do_not_count() -> None:
     assert found.means()["entropy"].tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_learned_sink_counts_as_sink() -> None:
+def test_a_learned_sink_has_a_score_of_its_own() -> None:
     lazy = layer(sink=torch.tensor([3.0, -1.0, 0.0, 1.0]))
-    found = metrics.compute_score_totals(lazy).means()["first token"]
-    expected = (lazy.dense()[..., 0] + lazy.sink_mass()).mean((0, 2)).double()
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    assert lazy.weights is not None
+    kept = Layer("x", kept=KeptStatistics(foci.Keep(shares=True).compute(lazy.weights), lazy.shape))
+    for source in (lazy, kept):
+        found = metrics.compute_score_totals(source).means()
+        for name, expected in (("first_token", lazy.dense()[..., 0]), ("sink_mass", lazy.sink_mass())):
+            torch.testing.assert_close(found[name], expected.mean((0, 2)).double(), atol=1e-6, rtol=1e-6)
 
 
 def test_totals_add_up() -> None:
     first, second = (metrics.compute_score_totals(layer(seed=seed)) for seed in (0, 7))
     both = first.add(second).means()["entropy"]
     torch.testing.assert_close(both, (first.means()["entropy"] + second.means()["entropy"]) / 2)
-    with pytest.raises(ValueError, match="records can be added only if"):
+    with pytest.raises(ValueError, match="other must have layers with the same heads"):
         first.add(metrics.compute_score_totals(layer().head(0)))
 
 
@@ -201,9 +205,9 @@ def test_cross_attention_has_no_position_scores(keep: foci.Keep | None) -> None:
     alone, across = Layer("x", **behind), Layer("x", queries="target", keys="source", **behind)
     assert metrics.compute_score_totals(alone).sums.keys() - metrics.compute_score_totals(across).sums.keys() == {
         "distance",
-        "previous token",
+        "previous_token",
     }
-    assert {"entropy", "first token", "alignment"} <= metrics.compute_score_totals(across).sums.keys()
+    assert {"entropy", "first_token", "alignment"} <= metrics.compute_score_totals(across).sums.keys()
 
 
 def test_rollout_of_a_few_queries_after_a_cache() -> None:
@@ -216,7 +220,7 @@ def test_rollout_of_a_few_queries_after_a_cache() -> None:
         whole[:, :, 4:] = each.dense()
         square.append(whole)
     torch.testing.assert_close(metrics.compute_rollout(lazy, -1).double(), rolled(square, 0, -1), atol=1e-6, rtol=1e-5)
-    with pytest.raises(ValueError, match="rollout needs layers of one length, but L0 has 6 keys, not 8"):
+    with pytest.raises(ValueError, match="layers must have one length for a rollout, got 8 keys and 6 in L0"):
         metrics.compute_rollout([*lazy, layer()], 0)
 
 
@@ -233,6 +237,6 @@ def test_left_padding_is_not_a_sink() -> None:
     mask = foci.causal & foci.padding(torch.tensor([6]), side="left")
     padded = foci.attention(*wide, mask=mask, return_weights=True)[1]
     expected, found = (metrics.compute_score_totals(Layer("x", weights=weights)).means() for weights in (alone, padded))
-    torch.testing.assert_close(found["first token"], expected["first token"])
+    torch.testing.assert_close(found["first_token"], expected["first_token"])
     kept = [foci.Keep(shares=True).compute(weights)["first"] for weights in (alone, padded)]
     torch.testing.assert_close(kept[1][..., 3:], kept[0])

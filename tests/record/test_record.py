@@ -86,7 +86,7 @@ def test_rollout_needs_all_rows_before_the_last_layer() -> None:
     last = [matrix[:, :, -1:] for matrix in matrices()]
     rows = (matrices()[0].shape[2] - 1,)
     layers = {name: Layer(name, index=int(name), matrix=m, rows=rows) for name, m in zip("01", last, strict=True)}
-    with pytest.raises(ValueError, match="rollout needs all queries of the layers before the last, but L0 has only 1"):
+    with pytest.raises(ValueError, match="layers must have all queries for a rollout, got 1 of L0"):
         foci.Record(layers).rollout(-1)
     assert foci.Record({"0": layers["0"]}).rollout(-1).shape == (last[0].shape[3],)
 
@@ -207,10 +207,10 @@ def test_nan_rows_are_ignored_by_scores() -> None:
 def test_scores_have_a_row_per_layer() -> None:
     record = foci.Record.from_tensors([*matrices(1), torch.rand(1, 2, 5, 5).softmax(-1)], tokens=list("abcab"))
     scores = record.scores()
-    assert scores["previous token"].shape == (2, 3)
-    assert scores["previous token"].isnan().tolist() == [[False] * 3, [False, False, True]]
+    assert scores["previous_token"].shape == (2, 3)
+    assert scores["previous_token"].isnan().tolist() == [[False] * 3, [False, False, True]]
     expected = record["L0"].dense()[0].diagonal(-1, 1, 2).sum(-1) / 5
-    assert scores["previous token"][0].tolist() == pytest.approx(expected.tolist())
+    assert scores["previous_token"][0].tolist() == pytest.approx(expected.tolist())
     positions = foci.Record.from_tensors(matrices())
     assert "induction" in scores
     assert "induction" not in positions.scores()

@@ -75,7 +75,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colour_support_follows_terminal_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_support_follows_terminal_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert supports_color(Terminal())

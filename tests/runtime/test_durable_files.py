@@ -20,7 +20,7 @@ def test_checked_json_round_trips(tmp_path: Path) -> None:
     [
         ("{}", r"the checksum of x\.json does not match"),
         ('{"step": 4, "checksum": 0}', "the checksum of"),
-        ("[]", r"x\.json must be a file with a JSON object"),
+        ("[]", r"x\.json must be a file with a JSON object, got list"),
         ("", "is not valid JSON"),
         ("[" * 10**6, "is not valid JSON"),
         ("\udcff", "is not valid JSON"),

@@ -115,9 +115,9 @@ def test_the_largest_logit(case: str) -> None:
     found = measured(arguments, Request(largest_logit=True))
     weights = lazy(arguments)
     expected = streaming.compute_statistics(weights.tensors.call, weights.tensors.lse, Request(largest_logit=True))[
-        "largest"
+        "largest_logit"
     ]
-    torch.testing.assert_close(found["largest"].flatten(), expected.flatten(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["largest_logit"].flatten(), expected.flatten(), atol=1e-5, rtol=1e-5)
 
 
 def sized(queries: int, keys: int, width: int, heads: int = 2, kv_heads: int = 2, sharp: float = 1.0) -> Arguments:
@@ -170,7 +170,7 @@ def test_sizes_that_are_no_multiples_of_panels_chunks_and_blocks(name: str) -> N
 @pytest.mark.parametrize("own", [True, False], ids=["our own threads", "the threads of torch"])
 @pytest.mark.parametrize("name", ["square, causal", "two blocks of queries", "shared keys", "documents"])
 def test_results_do_not_depend_on_threads(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_c, "ENTRIES_PER_THREAD", 1)
+    monkeypatch.setattr(cpu_c, "STATISTICS_ENTRIES_PER_THREAD", 1)
     if own:
         monkeypatch.setattr(native, "find_openmp", lambda: None)
     arguments, options, (k, rows, columns) = SIZES[name]
@@ -252,7 +252,7 @@ def test_fully_masked_queries_and_queries_of_few_keys() -> None:
     assert torch.equal((found["top_keys"] >= 0).sum(-1)[0, 0, 30:], torch.arange(1, 11).clamp(max=8))
     assert bool((found["picture"][:, :, :30] == 0).all())
     masked = measured(arguments | {"mask": foci.causal.at(-50)}, everything(40, 10))
-    assert bool((masked["largest"] == -torch.inf).all())
+    assert bool((masked["largest_logit"] == -torch.inf).all())
     assert all(bool((masked[name] == 0).all()) for name in ("entropy", "received", "picture", "top_values"))
 
 

@@ -163,7 +163,7 @@ def replace_seed(text: str) -> str:
     ("name", "change", "said"),
     [
         ("run.json", lambda _: "{}", "run.json must be as the training wrote it, but it is damaged: the checksum"),
-        ("run.json", lambda _: "[]", "but it is damaged: run.json must be a file with a JSON object"),
+        ("run.json", lambda _: "[]", "but it is damaged: run.json must be a file with a JSON object, got list"),
         ("run.json", lambda text: text[:-10], "but it is damaged: run.json is not valid JSON"),
         ("run.json", replace_seed, "but it is damaged: the checksum of run.json does not match"),
         ("config.toml", replace_seed, "config.toml must be as the training wrote it, but it was changed or damaged"),

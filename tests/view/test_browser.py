@@ -171,10 +171,10 @@ def test_heads_are_drawn_sorted_and_grouped(look: Look) -> None:
     with look(record, "#v=heads") as tab:
         assert tab.locator(".thumb").count() == 12
         assert tab.locator(".thumbs .group").count() == 6
-        tab.locator("select").first.select_option("previous token")
+        tab.locator("select").first.select_option("previous_token")
         tab.get_by_role("button", name="sorted").click()
         settle(tab)
-        scores = record.scores()["previous token"]
+        scores = record.scores()["previous_token"]
         order = [f"L{i // 4}H{i % 4}" for i in scores.flatten().argsort(descending=True).tolist()]
         names = tab.eval_on_selector_all(".thumb", "thumbs => thumbs.map((thumb) => thumb.dataset.name)")
         assert names[:3] == order[:3]

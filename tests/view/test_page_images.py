@@ -5,7 +5,7 @@ import torch
 
 from foci.record.labels import Labels
 from foci.record.record import Record
-from foci.view.page import answers, document, images, payload
+from foci.view.page import document, images, payload, requests
 from tests.view import records
 from tests.view.pages import decode_array, lazy, read_payload
 
@@ -72,18 +72,18 @@ def test_the_page_asks_for_a_step_and_for_all_heads() -> None:
     record = records.denoising()
     asked = {"layer": "0", "seq": "0", "head": "1", "query": "2"}
     row = torch.frombuffer(
-        bytearray(answers.answer_row(answers.Question(record, asked | {"denoising": "2"}))), dtype=torch.float32
+        bytearray(requests.handle_row(requests.PageRequest(record, asked | {"denoising": "2"}))), dtype=torch.float32
     )
     assert row.tolist() == pytest.approx([0.1, 0.1, 0.8])
     with pytest.raises(ValueError, match=r"denoising must be an integer from 0 to 3, got '9'"):
-        answers.answer_row(answers.Question(record, asked | {"denoising": "9"}))
+        requests.handle_row(requests.PageRequest(record, asked | {"denoising": "9"}))
     for one, many in (
-        (answers.answer_rows, {"query": "3"}),
-        (answers.answer_columns, {"key": "2"}),
+        (requests.handle_rows, {"query": "3"}),
+        (requests.handle_columns, {"key": "2"}),
     ):
         seen = lazy(6)
         found = torch.frombuffer(
-            bytearray(one(answers.Question(seen, {"layer": "1", "seq": "0"} | many))), dtype=torch.float32
+            bytearray(one(requests.PageRequest(seen, {"layer": "1", "seq": "0"} | many))), dtype=torch.float32
         )
         dense = seen["L1"].dense()[0]
         wanted = dense[:, 3] if "query" in many else dense[..., 2]

@@ -97,12 +97,12 @@ class ImmediateThread:
 
 def test_a_wrong_question_is_answered_with_the_reason() -> None:
     record = make_record()
-    assert widget.answer_message(record, {"question": "row", "parts": {"layer": 9}}) == (
+    assert widget.handle_message(record, {"question": "row", "parts": {"layer": 9}}) == (
         b"",
         "layer must be an integer from 0 to 1, got '9'",
     )
-    assert widget.answer_message(record, {"question": "delete"})[1]
-    assert "no longer available" in widget.answer_message(None, {})[1]
+    assert widget.handle_message(record, {"question": "delete"})[1]
+    assert "no longer available" in widget.handle_message(None, {})[1]
 
 
 def test_a_long_record_opens_without_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_views_need_no_copy() -> None:
 def test_threads_and_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(*tensors(SHAPES[1]), mask=foci.causal)
     once = dense_attention_c.compute_with_matrix_c(call, True)
-    monkeypatch.setattr(dense_attention_c, "count_threads", lambda call: 3)
+    monkeypatch.setattr(native, "count_threads", lambda work, least: 3)
     monkeypatch.setattr(dense_attention_c, "BLOCK_ENTRIES", 1)
     for one, other in zip(once, dense_attention_c.compute_with_matrix_c(call, True), strict=True):
         assert torch.equal(one, other)

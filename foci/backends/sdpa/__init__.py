@@ -33,7 +33,7 @@ NAME = "sdpa"
 
 
 def refuses(call: Call) -> list[str]:
-    if is_plain_call(call):
+    if is_supported_at_once(call):
         return []
     reasons = []
     if not call.score.is_dot_product:
@@ -67,7 +67,7 @@ def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
 
     Returns None for any other call, which then takes the full path: checks, choice of a backend, errors.
     """
-    if not is_common_call(q, k, v, mask):
+    if not is_plain_call(q, k, v, mask):
         return None
     if q.is_cuda:
         is_fast = k.is_cuda and v.is_cuda and cuda.is_default_kernel_fastest(q, k, v, mask is not None)
@@ -83,7 +83,7 @@ def run_plain_call_with_lse(
 
     `takes_large`: also run calls on a CPU that our own kernel runs faster.
     """
-    if not is_common_call(q, k, v, mask) or needs_backward(q, k, v) or is_inside_torch_func():
+    if not is_plain_call(q, k, v, mask) or needs_backward(q, k, v) or is_inside_torch_func():
         return None
     if q.is_cuda and k.is_cuda and v.is_cuda:
         if torch.is_autocast_enabled("cuda") or not cuda.is_default_kernel_fastest(q, k, v, mask is not None):
@@ -96,7 +96,7 @@ def run_plain_call_with_lse(
     return cpu.run_plain(q, k, v, mask is not None)
 
 
-def is_common_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> bool:
+def is_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> bool:
     """Whether the call is one of equal widths, without or with a square causal mask, and not traced."""
     if not (mask is None or mask is causal) or not (type(q) is type(k) is type(v) is Tensor):
         return False
@@ -116,8 +116,11 @@ def is_common_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> bool:
     )
 
 
-def is_plain_call(call: Call) -> bool:
-    """Whether this is a common call, decided first and cheaply: small models make it at every step."""
+def is_supported_at_once(call: Call) -> bool:
+    """Whether the fused kernels surely support the call.
+
+    Decided first and cheaply, because small models make it at every step.
+    """
     return (
         type(call.score) is Dot
         and call.score.softcap is None

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from foci.capture.diffusion.latents import DenoiserInput, Grid, read_inputs
-from foci.capture.diffusion.prompt import Prompt, PromptText, read_prompt
-from foci.capture.generation_steps import CaptureError
+from foci.capture.diffusion.latents import DenoiserInput, LatentGrid, read_inputs
+from foci.capture.diffusion.prompt import EncodedPrompt, PromptText, read_prompt
+from foci.capture.errors import CaptureError
 from foci.capture.hooks import hook_module
 from foci.record.kept import TextPositions
 from foci.record.labels import Labels, Segment
@@ -58,7 +58,7 @@ class Denoising:
         self.repeats_step = False
         # Whether the running pass is recorded and was given something else than the recorded pass before.
         self.has_other_inputs = False
-        self.prompts: list[Prompt] = []
+        self.prompts: list[EncodedPrompt] = []
         # The rows of the prompt embeddings, without those of the negative prompt.
         self.rows: int | None = None
         self.pictures: Tensor | None = None
@@ -126,7 +126,7 @@ class Denoising:
             if self._is_encoding and isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
                 config = getattr(module, "config", None)
                 width = getattr(config, "hidden_size", None) or getattr(config, "d_model", None)
-                self.prompts.append(Prompt(ids.detach().cpu(), tokenizer, width or 0))
+                self.prompts.append(EncodedPrompt(ids.detach().cpu(), tokenizer, width or 0))
 
         return note_ids
 
@@ -237,7 +237,7 @@ class Denoising:
         labels.setdefault("prompt", Labels.tokens(*texts))
         return "prompt"
 
-    def _label_grid(self, grid: Grid, batch: int) -> Labels:
+    def _label_grid(self, grid: LatentGrid, batch: int) -> Labels:
         pictures = self._read_pictures(grid, batch)
         if grid.frames is None:
             labels = Labels.patches(grid.rows, grid.columns)
@@ -266,7 +266,7 @@ class Denoising:
             labels["joint"] = Labels.tokens(rows, numbers).with_segments(segments, pictures)
         return "joint"
 
-    def _read_pictures(self, grid: Grid, batch: int) -> list[Tensor]:
+    def _read_pictures(self, grid: LatentGrid, batch: int) -> list[Tensor]:
         """The pictures that the pipeline made, uint8: one per sequence, of a video one per frame of the latents."""
         pictures = self.pictures
         if pictures is None or pictures.shape[0] != batch:
@@ -291,7 +291,7 @@ class Denoising:
         return notes
 
 
-def make_segments(grid: Grid, batch: int, start: int, has_pictures: bool) -> list[Segment]:
+def make_segments(grid: LatentGrid, batch: int, start: int, has_pictures: bool) -> list[Segment]:
     """The patches of one image or video per sequence, as segments from a position on."""
     frames = range(grid.frames or 1)
     return [

@@ -15,7 +15,7 @@ TEXT_FIRST = frozenset({"CogVideoXTransformer3DModel", "FluxTransformer2DModel",
 MAX_HALVINGS = 6
 
 
-class Grid(NamedTuple):
+class LatentGrid(NamedTuple):
     """The patches of the latents that a denoiser reads; `frames` is None for an image."""
 
     frames: int | None
@@ -33,10 +33,10 @@ class Grid(NamedTuple):
             return f"image {self.rows}x{self.columns}"
         return f"video {self.frames}x{self.rows}x{self.columns}"
 
-    def halve(self, times: int) -> Grid:
+    def halve(self, times: int) -> LatentGrid:
         """The grid after some convolutions of stride 2, which round up."""
         scale = 2**times
-        return Grid(self.frames, -(-self.rows // scale), -(-self.columns // scale))
+        return LatentGrid(self.frames, -(-self.rows // scale), -(-self.columns // scale))
 
 
 @dataclass
@@ -46,7 +46,7 @@ class DenoiserInput:
     batch: int = 0
     text_length: int = 0
     text_width: int = 0
-    grid: Grid | None = None
+    grid: LatentGrid | None = None
     # Whether the text follows the image in joint attention; None if the model is not known.
     is_text_last: bool | None = None
     is_unet: bool = False
@@ -56,7 +56,7 @@ class DenoiserInput:
         """Whether the sizes of all sequences of the model follow from this."""
         return self.batch > 0 and self.grid is not None
 
-    def find_grid(self, length: int) -> Grid | None:
+    def find_grid(self, length: int) -> LatentGrid | None:
         """The grid of a sequence of latent patches: that of the input, in a UNet also halved several times."""
         if self.grid is None:
             return None
@@ -83,18 +83,18 @@ def read_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return found
 
 
-def find_grid(module: nn.Module, latents: Tensor, given: dict[str, Any], is_unet: bool) -> Grid | None:
+def find_grid(module: nn.Module, latents: Tensor, given: dict[str, Any], is_unet: bool) -> LatentGrid | None:
     """The frames, rows and columns of patches that a denoiser cuts its latents into."""
     config = getattr(module, "config", None)
     if is_unet:
-        return Grid(None, latents.shape[-2], latents.shape[-1])
+        return LatentGrid(None, latents.shape[-2], latents.shape[-1])
     time, down, across = read_patch_size(config)
     if latents.dim() == 4:
-        return Grid(None, latents.shape[2] // down, latents.shape[3] // across)
+        return LatentGrid(None, latents.shape[2] // down, latents.shape[3] // across)
     if latents.dim() == 5:
         # CogVideoX has the frames before the channels.
         axis = 1 if type(module).__name__.startswith("CogVideoX") else 2
-        return Grid(latents.shape[axis] // time, latents.shape[3] // down, latents.shape[4] // across)
+        return LatentGrid(latents.shape[axis] // time, latents.shape[3] // down, latents.shape[4] // across)
     return find_packed_grid(given)
 
 
@@ -107,17 +107,17 @@ def read_patch_size(config: Any) -> tuple[int, int, int]:
     return getattr(config, "patch_size_t", None) or 1, size, size
 
 
-def find_packed_grid(given: dict[str, Any]) -> Grid | None:
+def find_packed_grid(given: dict[str, Any]) -> LatentGrid | None:
     """The grid of latents (B, N, width) that are patches already, from the arguments that say how they lie."""
     ids, shapes = given.get("img_ids"), given.get("img_shapes")
     if isinstance(ids, Tensor) and ids.dim() in {2, 3} and ids.shape[-1] >= 3:
         last = ids.reshape(-1, ids.shape[-1])[: ids.shape[-2]].amax(0).long().tolist()
-        return Grid(None, last[1] + 1, last[2] + 1)
+        return LatentGrid(None, last[1] + 1, last[2] + 1)
     if isinstance(shapes, list | tuple) and shapes:
         first = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
         frames, rows, columns = first
-        return Grid(None if frames == 1 else frames, rows, columns)
+        return LatentGrid(None if frames == 1 else frames, rows, columns)
     numbers = [given.get(name) for name in ("num_frames", "height", "width")]
     if all(isinstance(number, int) for number in numbers):
-        return Grid(*numbers)  # type: ignore[arg-type]
+        return LatentGrid(*numbers)  # type: ignore[arg-type]
     return None

@@ -15,7 +15,7 @@ from foci.capture.diffusion.latents import DenoiserInput
 from foci.record.labels import Labels
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """The token ids (B, T) that a text encoder of the pipeline read, and its tokenizer."""
 
     ids: Tensor
@@ -32,11 +32,11 @@ class PromptText:
     used: list[list[int]] = field(default_factory=list)
 
 
-def read_prompt(prompts: Sequence[Prompt], inputs: DenoiserInput, model: str) -> PromptText | None:
+def read_prompt(prompts: Sequence[EncodedPrompt], inputs: DenoiserInput, model: str) -> PromptText | None:
     """The texts at the positions that a denoiser reads, from the ids of the text encoders; None if they do not fit."""
     length = inputs.text_length
     # Each encoder reads the prompt first, then the negative prompt.
-    first: dict[int, Prompt] = {}
+    first: dict[int, EncodedPrompt] = {}
     for prompt in prompts:
         first.setdefault(id(prompt.tokenizer), prompt)
     known = list(first.values())
@@ -65,7 +65,7 @@ def read_prompt(prompts: Sequence[Prompt], inputs: DenoiserInput, model: str) ->
     return None
 
 
-def decode_prompt(prompt: Prompt, positions: Sequence[int] | None = None) -> PromptText:
+def decode_prompt(prompt: EncodedPrompt, positions: Sequence[int] | None = None) -> PromptText:
     """The texts of some positions of a prompt; those of padding are empty."""
     rows = prompt.ids[:, list(positions)] if positions is not None else prompt.ids
     used = [find_used_positions(row, prompt.tokenizer) for row in rows.tolist()]

@@ -43,7 +43,7 @@ def register() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, build_attention_mask)
 
 
-class VisibleKeys(NamedTuple):
+class TranslatedMask(NamedTuple):
     """The number of keys that count, and their mask or bias."""
 
     keys: int
@@ -119,19 +119,19 @@ def translate_call(
         if others.get(name) is not None:
             raise ValueError(f"{name} must be None, got {what}, which attn_implementation='foci' does not support")
     is_causal_call = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    visible = read_visible_keys(
+    translated = translate_mask(
         attention_mask, position_bias, is_causal_call, sliding_window, query.shape[2], key.shape[2]
     )
     options: dict[str, Any] = {
         "score": build_dot_score(
             scaling, None if softcap is None or ignores_softcap(module) else softcap, query.shape[3]
         ),
-        "mask": visible.mask if indices is None else restrict_to_indices(indices, visible),
-        "bias": visible.bias,
+        "mask": translated.mask if indices is None else restrict_to_indices(indices, translated),
+        "bias": translated.bias,
         "sink": None if s_aux is None else s_aux.reshape(-1),
         "dropout": dropout if module.training else 0.0,
     }
-    used_keys, used_values = take_first_keys(visible.keys, key), take_first_keys(visible.keys, value)
+    used_keys, used_values = take_first_keys(translated.keys, key), take_first_keys(translated.keys, value)
     if is_causal_call and is_watch_active() and is_in_static_cache(key):
         used_keys, used_values = used_keys.clone(), used_values.clone()
     inputs = query, used_keys, used_values
@@ -140,7 +140,7 @@ def translate_call(
     if not needs_weights(others):
         return compute(*inputs, **options).transpose(1, 2).contiguous(), None
     out, weights = compute(*inputs, **options, return_weights=True)
-    dense = F.pad(weights.dense(limit=2**62), (0, key.shape[2] - visible.keys))
+    dense = F.pad(weights.dense(limit=2**62), (0, key.shape[2] - translated.keys))
     return out.transpose(1, 2).contiguous(), dense.to(query.dtype)
 
 
@@ -149,15 +149,15 @@ def take_first_keys(count: int, keys: Tensor) -> Tensor:
     return keys if keys.shape[2] == count else keys[:, :, :count]
 
 
-def read_visible_keys(
+def translate_mask(
     attention_mask: Tensor | None,
     position_bias: Tensor | None,
     is_causal_call: bool,
     sliding_window: int | None,
     queries: int,
     keys: int,
-) -> VisibleKeys:
-    """Reads the mask in every form that models pass, including None."""
+) -> TranslatedMask:
+    """Translates the mask, in every form that models pass, including None."""
     mask: Mask | Tensor | None = None
     if attention_mask is None and is_causal_call:
         # Without a mask the queries are the whole sequence: later slots of a static cache are empty.
@@ -172,14 +172,14 @@ def read_visible_keys(
     elif attention_mask is not None:
         added = attention_mask[..., :keys]
         position_bias = added if position_bias is None else position_bias[..., :keys] + added
-    return VisibleKeys(keys, mask, None if position_bias is None else position_bias[..., :keys])
+    return TranslatedMask(keys, mask, None if position_bias is None else position_bias[..., :keys])
 
 
-def restrict_to_indices(indices: Tensor, visible: VisibleKeys) -> Mask:
+def restrict_to_indices(indices: Tensor, translated: TranslatedMask) -> Mask:
     """Restricts each query to the keys that an indexer chose, (B, Tq, n), with a dense mask as in eager code."""
-    chosen = torch.zeros(*indices.shape[:2], visible.keys, dtype=torch.bool, device=indices.device)
+    chosen = torch.zeros(*indices.shape[:2], translated.keys, dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
-    return as_mask(chosen) if visible.mask is None else as_mask(visible.mask) & chosen
+    return as_mask(chosen) if translated.mask is None else as_mask(translated.mask) & chosen
 
 
 def build_dot_score(scaling: float | None, softcap: float | None, width: int) -> Dot:

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 # Models that cut an image into tiles and add the whole image as the last tile.
 TILED_MODELS = frozenset({"internvl", "idefics3", "smolvlm", "llama4"})
-PIXELS = ("pixel_values", "pixel_values_videos")
-READ_ARGUMENTS = (*PIXELS, "image_grid_thw", "image_sizes", "video_grid_thw", *FEATURES, *FEATURE_MASKS)
+PIXEL_INPUTS = ("pixel_values", "pixel_values_videos")
+READ_ARGUMENTS = (*PIXEL_INPUTS, "image_grid_thw", "image_sizes", "video_grid_thw", *FEATURES, *FEATURE_MASKS)
 # The arguments with images and recordings, of which a model has at least one if it reads them.
-MEDIA_ARGUMENTS = frozenset({*PIXELS, *FEATURES})
+MEDIA_ARGUMENTS = frozenset({*PIXEL_INPUTS, *FEATURES})
 FEATURE_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 # The side to which tiles and the whole image are reduced to find how the tiles lie.
 COMPARED_SIDE = 24
 
 
 @dataclass
-class Grid:
+class TokenGrid:
     """A grid of patches in the order of its image tokens; `before` and `after` are tokens around it."""
 
     rows: int
@@ -61,7 +61,7 @@ class Grid:
 class Image:
     """The grids of an image or a video, and its pictures, (3, height, width) each: one, or one per frame."""
 
-    grids: list[Grid]
+    grids: list[TokenGrid]
     pictures: list[Tensor] = field(default_factory=list)
 
 
@@ -193,7 +193,7 @@ def plan_whole_images(pixels: Tensor, tokens: int) -> list[Image]:
         rows = round(math.sqrt((per_image - before) * height / width))
         columns = (per_image - before) // max(rows, 1)
         if rows and rows * columns + before == per_image and rows * width == columns * height:
-            return [Image([Grid(rows, columns, before=before)], [picture]) for picture in pixels]
+            return [Image([TokenGrid(rows, columns, before=before)], [picture]) for picture in pixels]
     return []
 
 
@@ -205,7 +205,7 @@ def plan_native_sizes(config: Any, pixels: Tensor, sizes: Tensor, is_video: bool
     merge, patch, time = config.spatial_merge_size, config.patch_size, config.temporal_patch_size
     images, done = [], 0
     for frames, rows, columns in sizes.tolist():
-        grids = [Grid(rows // merge, columns // merge, frame=i if is_video else None) for i in range(frames)]
+        grids = [TokenGrid(rows // merge, columns // merge, frame=i if is_video else None) for i in range(frames)]
         count = frames * rows * columns
         part = pixels[done : done + count]
         done += count
@@ -227,7 +227,7 @@ def plan_llava_next(config: Any, pixels: Tensor, sizes: Sequence[Sequence[int]])
             (height, width), config.image_grid_pinpoints, config.vision_config.image_size
         )
         rows, columns = remove_padding(down * side, across * side, height, width)
-        grids = [Grid(side, side), Grid(rows, columns, stride=columns + 1)]
+        grids = [TokenGrid(side, side), TokenGrid(rows, columns, stride=columns + 1)]
         scale = config.vision_config.image_size / max(height, width)
         size = [max(1, round(height * scale)), max(1, round(width * scale))]
         # The first tile is the whole image, made square.
@@ -287,7 +287,7 @@ def arrange_tiles(tiles: Tensor, side: int) -> Image:
     """
     count = len(tiles) - 1
     if not count:
-        return Image([Grid(side, side)], [tiles[0]])
+        return Image([TokenGrid(side, side)], [tiles[0]])
     choices = [(down, count // down) for down in range(1, count + 1) if count % down == 0]
     joined = {choice: join_tiles(tiles[:-1], *choice) for choice in choices}
     whole = reduce_picture(tiles[-1])
@@ -297,7 +297,7 @@ def arrange_tiles(tiles: Tensor, side: int) -> Image:
         for row in range(down)
         for column in range(across)
     ]
-    return Image([*(Grid(side, side, box=box) for box in boxes), Grid(side, side)], [joined[down, across]])
+    return Image([*(TokenGrid(side, side, box=box) for box in boxes), TokenGrid(side, side)], [joined[down, across]])
 
 
 def join_tiles(tiles: Tensor, down: int, across: int) -> Tensor:

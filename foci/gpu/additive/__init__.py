@@ -15,25 +15,22 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value widt
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foci.arguments import Call
-from foci.gpu import mask_inputs
+from foci.arguments import KERNEL_DTYPES, Call
 from foci.gpu.additive import launch
 from foci.gpu.additive.arguments import AdditiveOptions, allocate_results
 from foci.gpu.compilation import LAUNCH_COLLECTOR
-from foci.gpu.launcher import KERNEL_DTYPES
+from foci.masks import kernel_inputs
 from foci.runtime.double_backward import forbid_double_backward
 from foci.runtime.operators import operator
 from foci.runtime.tracing import is_traced
-from foci.scores import Additive
+from foci.scores import LN_2, Additive
 
 MAX_ADDITIVE_WIDTH = 512
-LN_2 = math.log(2.0)
 
 OPTIONS_SCHEMA = (
     "Tensor? key_ranges, Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, float dropout"
@@ -55,12 +52,12 @@ def refuses(call: Call) -> list[str]:
         reasons.append("query, key or value is empty")
     if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
         reasons.append("dropout in a part of a call is not supported")
-    return [*reasons, *mask_inputs.refuses(call)]
+    return [*reasons, *kernel_inputs.refuses(call)]
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     assert isinstance(call.score, Additive)
-    masks = mask_inputs.build_kernel_masks(call)
+    masks = kernel_inputs.build_kernel_masks(call)
     options = AdditiveOptions(
         masks.key_ranges,
         masks.query_ids,

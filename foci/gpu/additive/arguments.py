@@ -50,6 +50,11 @@ class AdditiveTiling:
     programs: int = 2  # of a backward, per multiprocessor
     feature_threads: int = 32  # threads along the features, in the one-pass backward
 
+    def options(self) -> dict[str, Any]:
+        """Triton's launch options."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages} | limit
+
 
 # Partial results of split keys that a program merges per loop iteration.
 SPLITS_PER_STEP = 16
@@ -113,12 +118,6 @@ def tile_arguments(q: Tensor, v: Tensor, tiling: AdditiveTiling) -> dict[str, An
         "CHUNK": tiling.chunk, "MAX_SHARED": tiling.max_shared,
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
-
-
-def launch_options(tiling: AdditiveTiling) -> dict[str, Any]:
-    """Triton's launch options."""
-    options: dict[str, Any] = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-    return options if tiling.registers is None else options | {"maxnreg": tiling.registers}
 
 
 def exponentials_launch(q: Tensor, k: Tensor, tiling: AdditiveTiling, scalars: dict[str, Any]) -> KernelLaunch:

@@ -18,7 +18,6 @@ from foci.gpu.additive.arguments import (
     choose_split_count,
     exponentials_launch,
     exponentials_workspace,
-    launch_options,
     plan_key,
     split_merge_launches,
     split_workspace,
@@ -81,7 +80,7 @@ def forward_launches(
     blocks = -(-k.shape[2] // tiling.keys)
     scalars = additive_scalars(q, k, v, weight, options) | tile_arguments(q, v, tiling)
     scalars |= {"per_split": -(-blocks // splits), "SPLIT": splits > 1}
-    attend = build_kernel_launch(kernel, (programs, splits), scalars, tensor_names, **launch_options(tiling))
+    attend = build_kernel_launch(kernel, (programs, splits), scalars, tensor_names, **tiling.options())
     return [exponentials_launch(q, k, tiling, scalars), attend, *split_merge_launches(splits, out)]
 
 

@@ -17,7 +17,6 @@ from foci.gpu.additive.arguments import (
     additive_scalars,
     count_blocks,
     exponentials_workspace,
-    launch_options,
     plan_key,
     tensor_arguments,
     tile_arguments,
@@ -101,7 +100,7 @@ def plan_one_pass_backward(
     last_sizes = gradient_sum_sizes(q, k, v, tiling, feature_loop["DW"]) | {"dw": programs * weight.numel()}
     launches = [
         build_kernel_launch(one_pass_prologue, (count_blocks(q, k, tiling),), scalars, num_warps=4),
-        build_kernel_launch(additive_one_pass_backward, (programs,), scalars, tensor_names, **launch_options(tiling)),
+        build_kernel_launch(additive_one_pass_backward, (programs,), scalars, tensor_names, **tiling.options()),
         epilogue_launch(q, k, v, tiling, scalars),
     ]
     return LaunchPlan(sizes | scratch, q.device, launches, last_sizes=last_sizes)

@@ -15,7 +15,6 @@ from foci.gpu.additive.arguments import (
     additive_scalars,
     exponentials_launch,
     exponentials_workspace,
-    launch_options,
     plan_key,
     tensor_arguments,
     tile_arguments,
@@ -103,7 +102,7 @@ def plan_two_pass_backward(
     key_scalars = scalars | {"items": key_blocks, "programs": programs[1]}
     launches = [
         exponentials_launch(q, k, tiling, scalars),
-        build_kernel_launch(additive_query_gradients, programs[:1], query_scalars, **launch_options(tiling)),
-        build_kernel_launch(additive_key_gradients, programs[1:], key_scalars, **launch_options(tiling)),
+        build_kernel_launch(additive_query_gradients, programs[:1], query_scalars, **tiling.options()),
+        build_kernel_launch(additive_key_gradients, programs[1:], key_scalars, **tiling.options()),
     ]
     return LaunchPlan({}, q.device, launches, last_sizes=sizes)

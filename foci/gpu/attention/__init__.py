@@ -15,28 +15,25 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value widt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foci.arguments import Call
+from foci.arguments import KERNEL_DTYPES, Call
 from foci.biases import ALiBi, Buckets, DenseBias, Relative
-from foci.gpu import mask_inputs
 from foci.gpu.attention import launch
 from foci.gpu.attention.arguments import LEARNED_FIELDS, AttentionOptions, learned_fields
 from foci.gpu.compilation import LAUNCH_COLLECTOR
-from foci.gpu.launcher import KERNEL_DTYPES
-from foci.gpu.mask_inputs import UNLIMITED
+from foci.masks import kernel_inputs
+from foci.masks.kernel_inputs import UNLIMITED
 from foci.runtime.double_backward import forbid_double_backward
 from foci.runtime.operators import operator
 from foci.runtime.tensor_cache import cache_permanently
 from foci.runtime.tracing import is_traced
-from foci.scores import Additive, Dot
+from foci.scores import LN_2, Additive, Dot
 
-LN_2 = math.log(2.0)
 MAX_KERNEL_WIDTH = 256
 
 # A row table has 2 clip + 1 columns: with more than these it would be as large as the attention matrix.
@@ -56,7 +53,7 @@ SCALAR_INPUTS = ("causal", "left", "right", "always", "stop", "padded", "scale",
 
 def refuses(call: Call) -> list[str]:
     """The reasons why these kernels cannot run the call. backends.triton checks device and torch.func transforms."""
-    return [*distance_bias_refusals(call), *tensor_refusals(call), *mask_inputs.refuses(call)]
+    return [*distance_bias_refusals(call), *tensor_refusals(call), *kernel_inputs.refuses(call)]
 
 
 def distance_bias_refusals(call: Call) -> list[str]:
@@ -136,11 +133,11 @@ def operator_inputs(call: Call, sink: Tensor | None = None) -> tuple[Any, ...]:
     seed = call.seed if call.dropout else None
     scale, softcap = dot.score.factor(dot.q.shape[-1]), float(dot.score.softcap or 0.0)
     if isinstance(call.bias, Buckets | Relative):
-        masks = mask_inputs.build_kernel_masks(call)
+        masks = kernel_inputs.build_kernel_masks(call)
         tensors: Sequence[Tensor | None] = (None, masks.key_ranges, masks.query_ids, masks.key_ids, masks.dense)
         limits = (masks.causal, UNLIMITED, UNLIMITED, 0, UNLIMITED, 0)
     else:
-        keys = mask_inputs.find_visible_keys(call)
+        keys = kernel_inputs.find_visible_keys(call)
         tensors = (keys.lengths, keys.key_ranges, keys.query_ids, keys.key_ids, keys.dense)
         limits = (False, keys.left, keys.right, keys.always, keys.stop, keys.padded)
     sink = None if sink is None else sink.float()
@@ -164,7 +161,7 @@ def bias_tensors(call: Call) -> tuple[Tensor | None, ...]:
     if bias is None:
         return None, None, None, None, None, None
     if isinstance(bias, DenseBias):
-        return None, None, None, None, None, mask_inputs.select_dense_entries(bias.entries, call)
+        return None, None, None, None, None, kernel_inputs.select_dense_entries(bias.entries, call)
     assert isinstance(bias, ALiBi) and bias.slopes is not None
     return None, None, None, None, bias.slopes if heads is None else bias.slopes[heads], None
 

@@ -41,7 +41,7 @@ from foci.gpu.launcher import (
     count_multiprocessors,
     get_or_build_plan,
 )
-from foci.gpu.mask_inputs import UNLIMITED
+from foci.masks.kernel_inputs import UNLIMITED
 from foci.runtime.tracing import disable_autocast
 
 # Compile the assertion about the lengths of padded sequences, without those that Triton adds to integer arithmetic.

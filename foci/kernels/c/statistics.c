@@ -37,7 +37,7 @@ typedef struct {
     float *distance;              /* (pairs, query_count) */
     float *received;              /* (pairs, parts, key_count), zeros */
     float *picture;               /* (pairs, picture_rows, picture_columns) */
-    float *largest;               /* (pairs, parts), MASKED; in base 2 */
+    float *largest_logit;         /* (pairs, parts), MASKED; in base 2 */
     float *top_values;            /* (pairs, query_count, top) */
     int32_t *top_keys;            /* (pairs, query_count, top) */
     int64_t pairs, heads, group, query_count, key_count, padded, width, parts, top;
@@ -259,8 +259,8 @@ static void write_results(const BlockState *state)
         /* If one key has all the weight, rounding may give slightly less than 0. */
         if (args->entropy) args->entropy[at] = row->entropy > 0 ? 0 : 0 - LN_2 * row->entropy;
         if (args->distance) args->distance[at] = row->distance;
-        if (args->largest && row->top.found) {
-            float *largest = args->largest + state->pair * args->parts + state->part;
+        if (args->largest_logit && row->top.found) {
+            float *largest = args->largest_logit + state->pair * args->parts + state->part;
             float found = row->top.values[0] + row->shift;
             *largest = found > *largest ? found : *largest;
         }
@@ -305,7 +305,7 @@ static BlockState *allocate_state(const StatisticsStruct *args)
     Column *edges = malloc(columns + sizeof(Column));
     if (!state || !edges) return free(state), free(edges), NULL;
     state->args = args, state->from = args->key_count, state->to = 0, state->columns = edges;
-    state->top = max_int(args->top, args->largest ? 1 : 0);
+    state->top = max_int(args->top, args->largest_logit ? 1 : 0);
     state->is_matrix = args->picture && args->picture_rows == args->query_count && args->picture_columns == args->key_count;
     memset(state->sums, 0, sizeof(state->sums));
     memset(state->queries, 0, rows);

@@ -83,7 +83,7 @@ def merge_cut_cells(cells, picture, line, queries, keys, rows, columns, lines, r
 
 @triton.jit(do_not_specialize=LENGTHS)
 def merge_statistics(
-    columns, received, cells, picture, chosen, top_keys, logits, largest,
+    columns, received, cells, picture, chosen, top_keys, logits, largest_logit,
     pairs, slots, queries, keys, picture_rows, picture_columns, picture_lines, tile_queries, row_step, tile_step,
     across, cut, chosen_size, logits_each,
     RECEIVED: tl.constexpr, PICTURE: tl.constexpr, CUT: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr,
@@ -93,7 +93,7 @@ def merge_statistics(
 
     columns (pairs, slots, keys) -> received (pairs, keys). cells (pairs, picture_lines, picture_columns * across) ->
     picture (pairs, picture_rows, picture_columns), as tiles.py lays them out. chosen (chosen_size,) int32 -> top_keys
-    int64. logits (pairs, logits_each) -> largest (pairs,).
+    int64. logits (pairs, logits_each) -> largest_logit (pairs,).
     """
     program = tl.program_id(0)
     n = tl.arange(0, BN)
@@ -137,4 +137,4 @@ def merge_statistics(
                     part = tl.load(at + i, mask=i < logits_each, other=-float("inf"))
                     maximum = tl.maximum(maximum, part, propagate_nan=tl.PropagateNan.ALL)
             has_nan = tl.max((maximum != maximum).to(tl.int32), 0) > 0
-            tl.store(largest + program, tl.where(has_nan, float("nan"), tl.max(maximum, 0)))
+            tl.store(largest_logit + program, tl.where(has_nan, float("nan"), tl.max(maximum, 0)))

@@ -13,6 +13,7 @@ import triton.language as tl
 from foci.kernels.additive.forward import sum_tanh_directly
 from foci.kernels.logits import apply_masks, key_range, load_lse
 from foci.kernels.statistics.biased_logits import entry_logits, locate_bias
+from foci.kernels.statistics.tiles import cell_at
 
 # A new value of one of these does not trigger a compilation.
 LENGTHS = [
@@ -26,12 +27,6 @@ LENGTHS = [
 def cell_start(cell, cells, length):
     """The first index of a cell."""
     return ((cell.to(tl.int64) * length) // cells).to(tl.int32)
-
-
-@triton.jit
-def cell_at(index, cells, length):
-    """The cell of an index: the last one that does not start after it."""
-    return (((index.to(tl.int64) + 1) * cells - 1) // length).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -45,7 +45,7 @@ def store_top_keys(x, j, rows, values, keys, inside, TOP: tl.constexpr):
 @triton.jit(do_not_specialize=LENGTHS)
 def short_statistics(
     q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, weight,
-    entropy, distance, received, picture, top_values, top_keys, largest,
+    entropy, distance, received, picture, top_values, top_keys, largest_logit,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
@@ -125,4 +125,4 @@ def short_statistics(
     if RECEIVED:
         tl.store(received + pair.to(tl.int64) * Tk + columns, total, mask=columns < Tk)
     if LARGEST:
-        tl.store(largest + pair, tl.max(highest, 0) * LN_2)
+        tl.store(largest_logit + pair, tl.max(highest, 0) * LN_2)

@@ -77,19 +77,19 @@ def select_largest(x, LOG_N: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
-def right_neighbours(x):
-    """The right neighbour of each value; NaN for the last."""
+def right_neighbors(x):
+    """The right neighbor of each value; NaN for the last."""
     R: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     if N == 1:
         right = tl.full((R, 1), float("nan"), tl.float32)
     else:
         even, odd = tl.split(tl.reshape(x, (R, N // 2, 2)))
-        right = tl.reshape(tl.join(odd, right_neighbours(even)), (R, N))
+        right = tl.reshape(tl.join(odd, right_neighbors(even)), (R, N))
     return right
 
 
 @triton.jit
 def has_ties(x):
-    """Whether two neighbours in a row are equal: (R, N) -> (R,)."""
-    return tl.max((x == right_neighbours(x)).to(tl.int32), 1) > 0
+    """Whether two neighbors in a row are equal: (R, N) -> (R,)."""
+    return tl.max((x == right_neighbors(x)).to(tl.int32), 1) > 0

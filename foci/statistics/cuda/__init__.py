@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.arguments import Call
+from foci.arguments import KERNEL_DTYPES, Call
 from foci.biases import Buckets, DenseBias, Relative
-from foci.gpu import attention, mask_inputs
+from foci.gpu import attention
 from foci.gpu.additive import MAX_ADDITIVE_WIDTH
 from foci.gpu.attention import row_table
 from foci.gpu.attention.arguments import HeadSlices
 from foci.gpu.compilation import prepare_compiler
-from foci.gpu.launcher import KERNEL_DTYPES
+from foci.masks import kernel_inputs
 from foci.runtime.device import has_triton, major_capability
 from foci.scores import Additive, Dot
 from foci.statistics.cuda.arguments import AFTER_SCALE, BEFORE_SCALE, MAX_WIDTH, common_arguments
@@ -60,7 +60,7 @@ def refuses(call: Call, request: Request | None = None, averaged: bool = False) 
         reasons.append(f"at most {MAX_TOP_KEYS} top keys are supported")
     if averaged:
         reasons.append("the mean over heads is not supported")
-    return reasons + mask_inputs.refuses(call)
+    return reasons + kernel_inputs.refuses(call)
 
 
 def describe_kernel(call: Call, request: Request | None = None) -> str:
@@ -105,7 +105,7 @@ def split_by_row_table(call: Call) -> list[HeadSlices]:
 
 def statistics_arguments(call: Call) -> dict[str, Any]:
     """The call as keyword arguments of `launch_statistics`."""
-    masks = mask_inputs.build_kernel_masks(call)
+    masks = kernel_inputs.build_kernel_masks(call)
     visible = {field.name: getattr(masks, field.name) for field in fields(masks)}
     if isinstance(call.score, Additive):
         weight = call.score.weight.detach()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.arguments import HALF_DTYPES, Call
+from foci.arguments import HALF_DTYPES, KERNEL_DTYPES, Call
 from foci.gpu.additive import MAX_ADDITIVE_WIDTH
 from foci.gpu.arguments import (
     make_contiguous,
@@ -22,7 +22,7 @@ from foci.gpu.arguments import (
     view_as_bytes,
     with_contiguous_rows,
 )
-from foci.gpu.launcher import KERNEL_DTYPES, DescriptorArgument
+from foci.gpu.launcher import DescriptorArgument
 from foci.masks.kinds import Causal
 from foci.runtime.device import is_hopper_or_later
 from foci.runtime.tracing import is_inside_torch_func, is_traced

@@ -10,22 +10,20 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from foci.arguments import KERNEL_DTYPES
 from foci.gpu.arguments import INTERPRETER_TILES, next_power_of_two, stride_arguments
-from foci.gpu.launcher import KERNEL_DTYPES, MAX_CACHED_PLANS, LaunchPlan, build_kernel_launch
+from foci.gpu.launcher import MAX_CACHED_PLANS, LaunchPlan, build_kernel_launch
 from foci.runtime.device import has_triton
 from foci.runtime.tensor_cache import get_or_make
+from foci.statistics.cuda import arguments
 from foci.statistics.cuda.arguments import MAX_WIDTH
 from foci.statistics.cuda.launches import statistics_dot_precision
-
-
-def is_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
 
 
 def supports(q: Tensor, k: Tensor) -> bool:
     """Whether the kernel takes these queries and keys: (B, H, Tq, D) and (B, H, Tk, D), with contiguous features."""
     return (
-        is_on_gpu(q)
+        arguments.is_on_gpu(q)
         and q.device == k.device
         and q.shape[:2] == k.shape[:2]
         and q.shape[3] == k.shape[3]

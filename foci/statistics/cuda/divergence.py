@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.arguments import HALF_DTYPES, Call
-from foci.gpu import mask_inputs
+from foci.arguments import HALF_DTYPES, KERNEL_DTYPES, Call
 from foci.gpu.arguments import (
     INTERPRETER_TILES,
     Tiling,
@@ -23,15 +22,16 @@ from foci.gpu.arguments import (
     stride_arguments,
     with_contiguous_rows,
 )
-from foci.gpu.launcher import KERNEL_DTYPES, KernelLaunch, LaunchPlan, build_kernel_launch, get_or_build_plan
-from foci.gpu.mask_inputs import KernelMasks
+from foci.gpu.launcher import KernelLaunch, LaunchPlan, build_kernel_launch, get_or_build_plan
+from foci.masks import kernel_inputs
 from foci.masks.base import Mask
+from foci.masks.kernel_inputs import KernelMasks
 from foci.runtime.device import has_triton
 from foci.scores import Dot
 from foci.statistics.cuda.arguments import MAX_WIDTH
 
 # A program holds a block of queries (rows) or a block of keys (columns).
-ROWS, COLUMNS = 0, 1
+QUERY_AXIS, KEY_AXIS = 0, 1
 # By dtype and by the larger width, at least 64, for rows and columns: fixed, and independent of the lengths.
 HALF_TILINGS = {
     64: (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3)),
@@ -92,7 +92,7 @@ def refuses_kind(teacher: Call, student: Call, averaged: tuple[bool, bool], keys
         reasons.append("the input is empty")
     if not reasons and not is_same_mask(teacher.mask, student.mask):
         reasons.append("teacher and student must have the same mask")
-    return reasons or mask_inputs.refuses(student)
+    return reasons or kernel_inputs.refuses(student)
 
 
 def is_same_mask(a: Mask | None, b: Mask | None) -> bool:
@@ -100,7 +100,7 @@ def is_same_mask(a: Mask | None, b: Mask | None) -> bool:
     if a is None or b is None:
         return a is b
     tensors: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-    described = [mask_inputs.describe_mask(mask, found) for mask, found in zip((a, b), tensors, strict=True)]
+    described = [kernel_inputs.describe_mask(mask, found) for mask, found in zip((a, b), tensors, strict=True)]
     if None in described or described[0] != described[1]:
         return False
     memory = [{name: (x.data_ptr(), layout_key(x)) for name, x in found.items()} for found in tensors]
@@ -119,7 +119,7 @@ def compute_divergence(
     `lse` are the log-sum-exps of both sides where they are known. `compute_again` computes the divergence from the
     student's queries and keys in a way that can be differentiated twice.
     """
-    masks = mask_inputs.build_kernel_masks(student)
+    masks = kernel_inputs.build_kernel_masks(student)
     sides = as_side(teacher), as_side(student)
     teacher_lse, student_lse = (
         compute_lse(side, masks) if known is None else known.detach().contiguous()
@@ -156,7 +156,7 @@ class DivergenceFunction(torch.autograd.Function):
     ) -> Tensor:
         needs_gradient = any(ctx.needs_input_grad)
         batch, heads, queries, width = student.q.shape
-        parts = count_parts(teacher, student, ROWS)[0]
+        parts = count_parts(teacher, student, QUERY_AXIS)[0]
         divergence = q.new_empty((parts, batch, heads, queries), dtype=torch.float32)
         d_q = q.new_empty((parts, batch, heads, queries, width) if needs_gradient else (1,), dtype=torch.float32)
         tensors = kernel_tensors(teacher, student, masks, lse, student_lse) | {"divergence": divergence, "d_q": d_q}
@@ -178,7 +178,7 @@ class DivergenceFunction(torch.autograd.Function):
             found[0] = (d_q * slopes.unsqueeze(-1)).to(q.dtype)
         if ctx.needs_input_grad[1]:
             batch, heads, keys, width = q.shape[0], q.shape[1], k.shape[2], k.shape[3]
-            parts = count_parts(teacher, student, COLUMNS)[0]
+            parts = count_parts(teacher, student, KEY_AXIS)[0]
             d_k = k.new_empty((parts, batch, heads, keys, width), dtype=torch.float32)
             tensors = kernel_tensors(teacher, student, ctx.masks, lse, student_lse) | {"slopes": slopes, "d_k": d_k}
             key = plan_key("keys", teacher, student, ctx.masks, ctx.averaged, True)
@@ -228,7 +228,7 @@ def compute_lse(side: Side, masks: KernelMasks) -> Tensor:
 def plan_lse(side: Side, masks: KernelMasks) -> LaunchPlan:
     from foci.kernels.divergence import row_lse
 
-    tiling = choose_tiling(side, side, ROWS)
+    tiling = choose_tiling(side, side, QUERY_AXIS)
     batch, heads, queries, _ = side.q.shape
     scalars = kernel_scalars(side, side, masks, False, tiling)
     grid = (-(-queries // tiling.queries) * batch * heads,)
@@ -238,8 +238,8 @@ def plan_lse(side: Side, masks: KernelMasks) -> LaunchPlan:
 def plan_forward(teacher: Side, student: Side, masks: KernelMasks, averaged: bool, needs_gradient: bool) -> LaunchPlan:
     from foci.kernels.divergence import row_divergence
 
-    tiling = choose_tiling(teacher, student, ROWS)
-    parts, tiles = count_parts(teacher, student, ROWS)
+    tiling = choose_tiling(teacher, student, QUERY_AXIS)
+    parts, tiles = count_parts(teacher, student, QUERY_AXIS)
     scalars = kernel_scalars(teacher, student, masks, averaged, tiling) | {"GRADIENT": needs_gradient, "tiles": tiles}
     batch, heads, queries, _ = student.q.shape
     grid = (-(-queries // tiling.queries) * batch * heads, parts)
@@ -249,8 +249,8 @@ def plan_forward(teacher: Side, student: Side, masks: KernelMasks, averaged: boo
 def plan_keys(teacher: Side, student: Side, masks: KernelMasks, averaged: bool) -> LaunchPlan:
     from foci.kernels.divergence import key_gradients
 
-    tiling = choose_tiling(teacher, student, COLUMNS)
-    parts, tiles = count_parts(teacher, student, COLUMNS)
+    tiling = choose_tiling(teacher, student, KEY_AXIS)
+    parts, tiles = count_parts(teacher, student, KEY_AXIS)
     scalars = kernel_scalars(teacher, student, masks, averaged, tiling) | {"tiles": tiles}
     grid = (-(-student.k.shape[2] // tiling.keys) * student.q.shape[0] * student.q.shape[1], parts)
     return LaunchPlan({}, student.q.device, [build(key_gradients, grid, scalars, tiling)])
@@ -267,7 +267,7 @@ def count_parts(teacher: Side, student: Side, axis: int) -> tuple[int, int]:
     """
     tiling = choose_tiling(teacher, student, axis)
     tiles = -(-student.q.shape[2] // tiling.queries), -(-student.k.shape[2] // tiling.keys)
-    blocks, loop = tiles if axis == ROWS else tiles[::-1]
+    blocks, loop = tiles if axis == QUERY_AXIS else tiles[::-1]
     least = LEAST_TILES if student.q.device.type == "cuda" else INTERPRETER_LEAST_TILES
     parts = max(min(PROGRAMS // (blocks * student.q.shape[1]), loop // least), 1)
     each = -(-loop // parts)

@@ -16,8 +16,8 @@ from foci.biases import ALiBi
 from foci.gpu.arguments import batch_stride, make_contiguous, view_as_bytes, with_contiguous_rows
 from foci.gpu.compiled_launch import bind_launch
 from foci.gpu.launcher import MAX_CACHED_PLANS
-from foci.gpu.mask_inputs import build_kernel_masks
 from foci.gpu.self_check import address_failure
+from foci.masks.kernel_inputs import build_kernel_masks
 from foci.runtime.tracing import disable_autocast, is_traced
 from foci.scores import Dot
 from foci.statistics import cuda
@@ -43,10 +43,6 @@ class RowLaunch(NamedTuple):
 
 # By the layout of a plain call.
 ROW_LAUNCHES: dict[Hashable, RowLaunch] = {}
-
-
-def is_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
 
 
 def refuses(call: Call, rows: int) -> bool:

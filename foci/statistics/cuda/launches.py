@@ -143,7 +143,7 @@ def build_short_launch(scalars: dict[str, Any], request: Request, q: Tensor) -> 
     wanted = {
         "entropy": request.entropy, "distance": request.distance, "received": request.received,
         "picture": request.picture, "top_values": request.top, "top_keys": request.top,
-        "largest": request.largest_logit,
+        "largest_logit": request.largest_logit,
     }  # fmt: skip
     bindings = COMMON_BINDINGS | {name: name if present else "lse" for name, present in wanted.items()}
     return KeywordLaunch(kernel, (q.shape[0] * q.shape[1],), bindings, scalars | own, {"num_warps": 4})
@@ -239,7 +239,7 @@ def build_merge_launch(
     programs = pairs * -(-keys // MERGE_BLOCK) if columns else 0
     programs += pairs * picture.rows if picture else 0
     programs += -(-chosen // MERGE_BLOCK) + (pairs if logits else 0)
-    written = {"columns": "received", "cells": "picture", "chosen": "top_keys", "logits": "largest"}
+    written = {"columns": "received", "cells": "picture", "chosen": "top_keys", "logits": "largest_logit"}
     present = {"columns": columns, "cells": picture, "chosen": chosen, "logits": logits}
     bindings = {name: name if present[name] else "lse" for name in written}
     bindings |= {into: into if present[name] else "lse" for name, into in written.items()}

@@ -91,7 +91,7 @@ def launch_statistics(
     query_weights (B, H, Tq) or (Tq,): how much each query counts in `received`.
 
     Returns by name: "entropy" (B, H, Tq), "received" (B, H, Tk), "picture" (B, H, rows, columns),
-    "top_values" and "top_keys" (B, H, Tq, k), "largest" (B, H), "distance" (B, H, Tq).
+    "top_values" and "top_keys" (B, H, Tq, k), "largest_logit" (B, H), "distance" (B, H, Tq).
     """
     tensors = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, bias, weight, query_weights)
     options = float(scale), None if softcap is None else float(softcap), causal, bias_kind, request, config
@@ -225,7 +225,7 @@ def plan_outputs(q: Tensor, keys: int, request: Request, partials: dict[str, Any
         dtype = torch.int32 if request.int32_keys else torch.int64
         outputs.append(OutputSpec("top_keys", (*lead, queries, request.top), dtype, late=not request.int32_keys))
     if request.largest_logit:
-        outputs.append(OutputSpec("largest", lead, late=True))
+        outputs.append(OutputSpec("largest_logit", lead, late=True))
     if request.received:
         outputs.append(OutputSpec("received", (*lead, keys), late="columns" in partials))
     if request.picture:

@@ -20,7 +20,7 @@ from foci.view.figures import theme
 from foci.view.figures.theme import ACCENT_COLOR, create_colormap, get_axes, use_figure_style
 from foci.view.figures.word_maps import draw_patches, plot_word_maps, plot_word_steps, save_animation
 from foci.view.selection import (
-    HeadSelection,
+    SelectedHead,
     compute_unit_weights,
     list_layers,
     read_picture,
@@ -86,7 +86,7 @@ def plot_alignment(
 
 @use_figure_style()
 def draw_unit_matrix(
-    record: Record, selection: HeadSelection, ax: Axes | None, batch: int, by_token: bool, numbers: bool | None
+    record: Record, selection: SelectedHead, ax: Axes | None, batch: int, by_token: bool, numbers: bool | None
 ) -> Axes:
     queries, keys = list_layer_units(record, selection.layer, batch, by_token)
     if max(len(queries), len(keys)) > MAX_NAMED_UNITS:
@@ -109,7 +109,7 @@ def draw_unit_matrix(
 
 def draw_block_matrix(
     record: Record,
-    selection: HeadSelection,
+    selection: SelectedHead,
     ax: Axes | None,
     batch: int,
     queries: Sequence[TextUnit],
@@ -140,7 +140,7 @@ def draw_block_matrix(
 
 
 def average_blocks(
-    selection: HeadSelection, batch: int, queries: Sequence[TextUnit], keys: Sequence[TextUnit]
+    selection: SelectedHead, batch: int, queries: Sequence[TextUnit], keys: Sequence[TextUnit]
 ) -> tuple[Tensor, list[Sequence[TextUnit] | None], bool]:
     """Return the matrix by units along a short axis and in at most MAX_BLOCKS blocks along a long one.
 
@@ -175,7 +175,7 @@ def write_percentages(ax: Axes, values: Tensor) -> None:
                 ax.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=6, color=letters)
 
 
-def finish_matrix(ax: Axes, image: Any, selection: HeadSelection, legend: list[str], values: Tensor) -> None:
+def finish_matrix(ax: Axes, image: Any, selection: SelectedHead, legend: list[str], values: Tensor) -> None:
     """Set the title and the axis labels, hide the frame and add a color bar."""
     theme.set_title(ax, selection.name if selection.head is not None else f"{selection.name}, mean of heads")
     ax.set_ylabel("query")

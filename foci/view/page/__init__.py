@@ -5,7 +5,7 @@ vectors: the queries, keys and values behind a layer
 payload: a Record as compressed bytes: a JSON header and the arrays
 images: grids of patches, pictures, and the weights between text and image
 sounds: samples and spectrograms of recordings
-answers: rows and tiles on demand
+requests: rows and tiles on demand
 bundle: the JavaScript modules of assets/ as one script
 document: the HTML file
 comparison: the HTML file of a Comparison

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.record.dense import MAX_STRIP_ENTRIES
 from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer
 from foci.record.pictures import shrink_picture
@@ -21,15 +22,13 @@ from foci.record.record import Record
 from foci.view.page.arrays import PackedArrays
 
 # The longest side of a picture, and the most bytes of all pictures.
-PICTURE_SIDES = (768, 512, 384, 256, 192, 128, 96, 64, 32)
+IMAGE_SIDES = (768, 512, 384, 256, 192, 128, 96, 64, 32)
 MAX_PICTURE_BYTES = 6 * 2**20
 # The most numbers of all blocks, and of those of single denoising steps.
 MAX_BLOCK_NUMBERS = 3 * 2**20
 MAX_STEP_NUMBERS = 2**21
 # Steps that a file has at least before it has them for each head.
 MIN_STEPS_OF_HEADS = 8
-# The entries that are computed at a time.
-STRIP_ENTRIES = 2**22
 
 
 def describe_images(labels: Labels, number: int, max_sequences: int, drawn: set[str]) -> list[list[dict[str, Any]]]:
@@ -66,7 +65,7 @@ def add_pictures(arrays: PackedArrays, table: Sequence[Labels], max_sequences: i
             shown = {each.picture for each in labels.segments if each.sequence < max_sequences}
             found = {i: picture for i, picture in enumerate(labels.pictures) if i in shown}
         pictures |= {f"picture.{number}.{i}": picture for i, picture in found.items()}
-    side = next((side for side in PICTURE_SIDES if count_bytes(pictures, side) <= MAX_PICTURE_BYTES), PICTURE_SIDES[-1])
+    side = next((side for side in IMAGE_SIDES if count_bytes(pictures, side) <= MAX_PICTURE_BYTES), IMAGE_SIDES[-1])
     room = MAX_PICTURE_BYTES
     drawn: set[str] = set()
     for name, picture in pictures.items():
@@ -174,7 +173,7 @@ def add_block(
 def read_block(layer: Layer, batch: int, block: tuple[Any, Any], by_head: bool) -> Tensor:
     """Read some rows and columns of a layer in strips: (H or 1, rows, columns)."""
     rows, columns = block
-    strip = max(1, STRIP_ENTRIES // (layer.shape[1] * layer.shape[3]))
+    strip = max(1, MAX_STRIP_ENTRIES // (layer.shape[1] * layer.shape[3]))
     parts = []
     for start in range(0, len(rows), strip):
         entries = layer[batch, :, rows[start : start + strip]]

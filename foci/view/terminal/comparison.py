@@ -14,11 +14,10 @@ from foci.runtime.console import format_count
 from foci.runtime.printable import make_printable
 from foci.view.terminal.patches import get_picture, write_word_map
 from foci.view.terminal.styled_text import TerminalPage, measure_widest
-from foci.view.terminal.text import format_weight, write_tinted_text
+from foci.view.terminal.text import MAX_LISTED_KEYS, format_weight, write_tinted_text
 from foci.view.units import find_unit, list_layer_units, list_units, truncate_text
 
 MAX_LISTED_HEADS = 8
-MAX_LISTED_KEYS = 8
 
 
 def show_comparison(

@@ -11,7 +11,7 @@ from foci.runtime.console import pad_text
 from foci.view.selection import MAX_SCANNED_LENGTH, printable_name
 from foci.view.terminal.styled_text import TerminalPage, measure_widest
 
-SHOWN_METRICS = ("entropy", "first token", "distance", "previous token", "induction")
+SHOWN_METRICS = ("entropy", "first_token", "sink_mass", "distance", "previous_token", "induction")
 # Metrics without an upper bound of 1 are drawn relative to their largest value.
 RELATIVE_METRICS = ("entropy", "distance")
 MIN_SHOWN_METRIC = 0.05

@@ -11,7 +11,7 @@ from foci.record.labels import Labels, Segment
 from foci.record.record import Record
 from foci.runtime.printable import make_printable
 from foci.view.colors import Color
-from foci.view.selection import HeadSelection, read_rows, require_grid, reshape_to_grid, select_patch
+from foci.view.selection import SelectedHead, read_rows, require_grid, reshape_to_grid, select_patch
 from foci.view.terminal.styled_text import TerminalPage
 
 MAX_PATCH_ROWS = 24
@@ -21,7 +21,7 @@ MAX_IMAGES = 4
 
 
 def write_patches(
-    page: TerminalPage, record: Record, selection: HeadSelection, patch: str | int | None, batch: int
+    page: TerminalPage, record: Record, selection: SelectedHead, patch: str | int | None, batch: int
 ) -> None:
     """Write the image, if the terminal has color, and beside it the weights on its patches."""
     queries, labels = record.labels_of(selection.layer)
@@ -38,7 +38,7 @@ def write_patches(
 
 
 def write_word_maps(
-    page: TerminalPage, record: Record, selection: HeadSelection | None, labels: Labels, word: str, batch: int
+    page: TerminalPage, record: Record, selection: SelectedHead | None, labels: Labels, word: str, batch: int
 ) -> None:
     """Write where a word lies on the images of its sequence: their pictures, and beside them the weights.
 

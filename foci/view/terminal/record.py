@@ -16,7 +16,7 @@ from foci.record.record import Record
 from foci.runtime.console import clip_text, format_count
 from foci.runtime.printable import isolate_direction, make_printable
 from foci.view.selection import (
-    HeadSelection,
+    SelectedHead,
     compute_unit_weights,
     find_clearest_unit,
     find_nonfinite_rows,
@@ -104,7 +104,7 @@ def render_record(
     return page
 
 
-def name_word_of_image(record: Record, selection: HeadSelection, batch: int) -> str | None:
+def name_word_of_image(record: Record, selection: SelectedHead, batch: int) -> str | None:
     """Name the word that is drawn on an image that attends to a text; None for other layers."""
     position = select_word_of_image(record, selection, batch)
     units = list_layer_units(record, selection.layer, batch)[1] if position is not None else []
@@ -148,7 +148,7 @@ def describe_length(labels: Labels) -> str:
 
 
 def write_attention(
-    page: TerminalPage, record: Record, selection: HeadSelection, word: str | int | None, batch: int, by_token: bool
+    page: TerminalPage, record: Record, selection: SelectedHead, word: str | int | None, batch: int, by_token: bool
 ) -> None:
     """Write the attention of one query in the running text, its top keys, and the matrix."""
     layer = selection.layer
@@ -176,7 +176,7 @@ def write_attention(
     write_matrix_or_map(page, selection, batch, queries, keys, query)
 
 
-def weigh_padding(selection: HeadSelection, batch: int, query: TextUnit, keys: Sequence[TextUnit]) -> float:
+def weigh_padding(selection: SelectedHead, batch: int, query: TextUnit, keys: Sequence[TextUnit]) -> float:
     """Weigh the padding behind the last key, which has no text."""
     length, end = selection.layer.shape[3], keys[-1].stop if keys else 0
     if end == length:
@@ -186,7 +186,7 @@ def weigh_padding(selection: HeadSelection, batch: int, query: TextUnit, keys: S
 
 def write_matrix_or_map(
     page: TerminalPage,
-    selection: HeadSelection,
+    selection: SelectedHead,
     batch: int,
     queries: Sequence[TextUnit],
     keys: Sequence[TextUnit],
@@ -207,7 +207,7 @@ def write_matrix_or_map(
         matrix.write_map(page, zero_nonfinite(blocks).tolist())
 
 
-def note_nonfinite_rows(page: TerminalPage, selection: HeadSelection, batch: int) -> None:
+def note_nonfinite_rows(page: TerminalPage, selection: SelectedHead, batch: int) -> None:
     """Note how many rows have NaN or infinite weights, if any."""
     missing = find_nonfinite_rows(selection, batch)
     if missing.any():
@@ -223,7 +223,7 @@ def zero_nonfinite(weights: Tensor) -> Tensor:
     return weights.nan_to_num(0.0, 0.0, 0.0)
 
 
-def describe_selection(selection: HeadSelection) -> str:
+def describe_selection(selection: SelectedHead) -> str:
     return selection.name if selection.head is not None else f"{selection.name}, the mean of its heads"
 
 

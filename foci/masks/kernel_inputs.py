@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
-from foci.arguments import Call
 from foci.masks.base import Complement, DenseMask, Intersection, Mask, Union, split_conjunction
 from foci.masks.kinds import Causal, Documents, Padding, Prefix, Window
 from foci.masks.range_algebra import KeyRanges
 from foci.runtime.tensor_cache import cache_per_stream
-from foci.runtime.tracing import is_vmapped
+
+if TYPE_CHECKING:
+    from foci.arguments import Call
 
 # Masks without tensors.
 NUMERIC_MASKS = (Causal, Window, Prefix)
@@ -290,7 +291,3 @@ def select_dense_entries(entries: Tensor, call: Call) -> Tensor:
     if call.head_ids is not None and entries.shape[1] > 1:
         entries = entries[:, call.head_ids]
     return entries
-
-
-def is_inside_vmap(call: Call) -> bool:
-    return is_vmapped(call.q)

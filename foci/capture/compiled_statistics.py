@@ -23,8 +23,8 @@ Observer = Callable[[Weights, Tensor], None]
 _computed: list[list[Tensor]] | None = None
 
 
-@torch.library.custom_op("foci::hand_over", mutates_args=("calls",), tags=(torch.Tag.cudagraph_unsafe,))
-def hand_over(computed: list[Tensor], calls: Tensor) -> None:
+@torch.library.custom_op("foci::collect_tensors", mutates_args=("calls",), tags=(torch.Tag.cudagraph_unsafe,))
+def collect_tensors(computed: list[Tensor], calls: Tensor) -> None:
     """Adds the tensors of a call to those of the open block; `calls`, which counts them, keeps the calls in order."""
     calls.add_(1)
     if _computed is not None and not is_recomputation():
@@ -32,7 +32,7 @@ def hand_over(computed: list[Tensor], calls: Tensor) -> None:
         _computed.append([tensor.clone() for tensor in computed])
 
 
-@hand_over.register_fake
+@collect_tensors.register_fake
 def _(computed: list[Tensor], calls: Tensor) -> None:
     return None
 
@@ -47,7 +47,7 @@ def make_observer(compute: Callable[[Weights, Tensor], list[Tensor]], device: to
         calls = torch.zeros((), dtype=torch.int64, device=device)
 
     def observe(weights: Weights, values: Tensor) -> None:
-        hand_over(compute(weights.with_four_axes(), values), calls)
+        collect_tensors(compute(weights.with_four_axes(), values), calls)
 
     return observe
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import foci
 from foci.arguments import Call, prepare_call
 from foci.backends.flex.block_masks import build_block_lists
-from foci.gpu import mask_inputs
+from foci.masks import kernel_inputs
 from foci.masks.base import Mask
 from foci.masks.tile import CallSizes
 from foci.scores import Dot
@@ -27,7 +27,7 @@ def call_of(mask: Mask | None, queries: int = QUERIES, keys: int = KEYS) -> Call
     return prepare_call(q, k, k, Dot(), mask, None, None, None, 0.0, False)
 
 
-def seen_by(masks: mask_inputs.KernelMasks, call: Call) -> Tensor:
+def seen_by(masks: kernel_inputs.KernelMasks, call: Call) -> Tensor:
     """The visible entries as a kernel computes them: (B, 1, Tq, Tk)."""
     where = call.full_tile()
     seen = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
@@ -64,14 +64,14 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_kernel_masks_equal_the_mask(name: str) -> None:
     call = call_of(MASKS[name])
-    assert mask_inputs.refuses(call) == []
+    assert kernel_inputs.refuses(call) == []
     expected = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
     if call.mask is not None:
         expected = call.mask.visible(call.full_tile()).expand(2, 1, -1, -1)
-    assert torch.equal(seen_by(mask_inputs.build_kernel_masks(call), call), expected)
+    assert torch.equal(seen_by(kernel_inputs.build_kernel_masks(call), call), expected)
 
 
-def seen_by_position(keys: mask_inputs.VisibleKeys, call: Call) -> Tensor:
+def seen_by_position(keys: kernel_inputs.VisibleKeys, call: Call) -> Tensor:
     """The visible entries as the attention kernels compute them: (B, 1, Tq, Tk)."""
     where = call.full_tile()
     position = where.query + KEYS - QUERIES
@@ -80,7 +80,7 @@ def seen_by_position(keys: mask_inputs.VisibleKeys, call: Call) -> Tensor:
     if keys.lengths is not None:
         lengths = keys.lengths.view(-1, 1, 1, 1)
         seen = seen & (where.key < lengths if keys.padded == 1 else where.key >= KEYS - lengths)
-    masks = mask_inputs.KernelMasks(False, keys.key_ranges, keys.query_ids, keys.key_ids, keys.dense)
+    masks = kernel_inputs.KernelMasks(False, keys.key_ranges, keys.query_ids, keys.key_ids, keys.dense)
     return seen & seen_by(masks, call)
 
 
@@ -95,16 +95,16 @@ JOINED = MASKS | {
 @pytest.mark.parametrize("name", JOINED)
 def test_visible_keys_equal_the_mask(name: str) -> None:
     call = call_of(JOINED[name])
-    assert mask_inputs.refuses(call) == []
+    assert kernel_inputs.refuses(call) == []
     expected = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
     if call.mask is not None:
         expected = call.mask.visible(call.full_tile()).expand(2, 1, -1, -1)
-    assert torch.equal(seen_by_position(mask_inputs.find_visible_keys(call), call), expected)
+    assert torch.equal(seen_by_position(kernel_inputs.find_visible_keys(call), call), expected)
 
 
 @pytest.mark.parametrize("name", ["prefix", "reversed_prefix", "prefix_padding"])
 def test_a_prefix_needs_no_key_ranges(name: str) -> None:
-    keys = mask_inputs.find_visible_keys(call_of(JOINED[name]))
+    keys = kernel_inputs.find_visible_keys(call_of(JOINED[name]))
     assert keys.key_ranges is None
     assert keys.always in {4, 5}
 
@@ -115,7 +115,7 @@ def test_a_prefix_needs_no_key_ranges(name: str) -> None:
 )
 def test_bottom_right_offset_is_plain_causal(offset: int, queries: int, keys: int, plain: bool) -> None:
     """Kernels have a fast path for it: F.scaled_dot_product_attention(..., is_causal=True) is causal.at(0)."""
-    masks = mask_inputs.build_kernel_masks(call_of(foci.causal.at(offset), queries=queries, keys=keys))
+    masks = kernel_inputs.build_kernel_masks(call_of(foci.causal.at(offset), queries=queries, keys=keys))
     assert (masks.causal, masks.key_ranges is None) == (plain, plain)
 
 
@@ -124,9 +124,9 @@ def test_positions_shift_causal_but_not_a_fixed_offset(positions: bool) -> None:
     call = call_of(foci.causal)
     if positions:
         call.positions = torch.arange(QUERIES)[None], torch.arange(KEYS)[None]
-    assert bool(mask_inputs.refuses(call)) == positions
+    assert bool(kernel_inputs.refuses(call)) == positions
     call.mask = foci.causal.at(KEYS - QUERIES)
-    assert mask_inputs.build_kernel_masks(call) == mask_inputs.KernelMasks(causal=True)
+    assert kernel_inputs.build_kernel_masks(call) == kernel_inputs.KernelMasks(causal=True)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_positions_shift_causal_but_not_a_fixed_offset(positions: bool) -> None:
     ],
 )
 def test_unsupported_masks_are_refused(mask: Mask, reason: str) -> None:
-    (said,) = mask_inputs.refuses(call_of(mask))
+    (said,) = kernel_inputs.refuses(call_of(mask))
     assert reason in said
 
 
@@ -168,8 +168,8 @@ def there(call: Call, name: str = "meta") -> Call:
 def test_no_copies_from_host_to_device(name: str) -> None:
     call = there(call_of(MASKS[name]))
     with StaysThere():
-        assert mask_inputs.refuses(call) == []
-        masks = mask_inputs.build_kernel_masks(call)
+        assert kernel_inputs.refuses(call) == []
+        masks = kernel_inputs.build_kernel_masks(call)
         assert masks.key_ranges is None or masks.key_ranges.device.type == "meta"
         if call.mask is not None:
             build_block_lists(call)
@@ -186,15 +186,15 @@ def test_copies_from_host_to_device_are_detected() -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_no_synchronization_on_a_gpu(name: str) -> None:
     call = there(call_of(MASKS[name]), "cuda:0")
-    expected = seen_by(mask_inputs.build_kernel_masks(call_of(MASKS[name])), call_of(MASKS[name]))
+    expected = seen_by(kernel_inputs.build_kernel_masks(call_of(MASKS[name])), call_of(MASKS[name]))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        assert mask_inputs.refuses(call) == []
-        masks = mask_inputs.build_kernel_masks(call)
+        assert kernel_inputs.refuses(call) == []
+        masks = kernel_inputs.build_kernel_masks(call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    back = mask_inputs.KernelMasks(
+    back = kernel_inputs.KernelMasks(
         *(map_tensors(getattr(masks, field.name), lambda tensor: tensor.cpu()) for field in fields(masks))
     )
     assert torch.equal(seen_by(back, call_of(MASKS[name])), expected)
@@ -211,19 +211,19 @@ REPEATED: dict[str, Callable[[], Mask | None]] = {
 
 @pytest.mark.parametrize("name", REPEATED)
 def test_masks_without_tensors_are_converted_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked() -> mask_inputs.KernelMasks:
+    def asked() -> kernel_inputs.KernelMasks:
         call = call_of(REPEATED[name]())
-        assert not mask_inputs.refuses(call)
-        return mask_inputs.build_kernel_masks(call)
+        assert not kernel_inputs.refuses(call)
+        return kernel_inputs.build_kernel_masks(call)
 
     first = asked()
     call = call_of(REPEATED[name]())
     with monkeypatch.context() as patched:
-        patched.setattr(mask_inputs, "classify_masks", None)
-        assert not mask_inputs.refuses(call)
-        assert mask_inputs.build_kernel_masks(call) is first
+        patched.setattr(kernel_inputs, "classify_masks", None)
+        assert not kernel_inputs.refuses(call)
+        assert kernel_inputs.build_kernel_masks(call) is first
     longer = call_of(REPEATED[name](), keys=KEYS + 1)
-    found, fresh = mask_inputs.build_kernel_masks(longer), mask_inputs.compute_kernel_masks(longer)
+    found, fresh = kernel_inputs.build_kernel_masks(longer), kernel_inputs.compute_kernel_masks(longer)
     assert (found.causal, found.key_ranges is None) == (fresh.causal, fresh.key_ranges is None)
     assert found.key_ranges is None or fresh.key_ranges is None or torch.equal(found.key_ranges, fresh.key_ranges)
 
@@ -233,7 +233,7 @@ def test_mask_cache_key_depends_on_kind_and_numbers() -> None:
         foci.causal, foci.causal.at(1), foci.window(3), foci.window(3, 2), foci.prefix(3), ~foci.window(3),
         foci.causal & foci.window(3), foci.causal | foci.window(3), foci.window(3) & foci.causal,
     )  # fmt: skip
-    keys = [mask_inputs.mask_structure(mask) for mask in masks]
+    keys = [kernel_inputs.mask_structure(mask) for mask in masks]
     assert None not in keys
     assert len(set(keys)) == len(masks)
 
@@ -244,8 +244,8 @@ def test_masks_with_tensors_are_not_cached() -> None:
         foci.documents(torch.arange(QUERIES)),
         foci.causal & torch.ones(1, dtype=torch.bool),
     ):
-        assert mask_inputs.mask_structure(mask) is None
-        assert mask_inputs.mask_structure(~(foci.causal | mask)) is None
+        assert kernel_inputs.mask_structure(mask) is None
+        assert kernel_inputs.mask_structure(~(foci.causal | mask)) is None
 
 
 RANGED = (foci.causal.at(2), foci.window(2, 1), foci.prefix(3), foci.padding([4]), ~foci.window(1, 1))
@@ -257,4 +257,4 @@ def test_counted_key_ranges_are_those_that_masks_build(has_positions: bool) -> N
     pairs = [joined for one in RANGED for other in RANGED for joined in (one & other, one | other, ~(one & other))]
     for mask in (*RANGED, *pairs, foci.documents(torch.zeros(6, dtype=torch.int64), torch.zeros(7, dtype=torch.int64))):
         built = mask.key_ranges(sizes, has_positions)
-        assert mask_inputs.count_key_ranges(mask, has_positions) == (len(built.ranges) if built.exact else None)
+        assert kernel_inputs.count_key_ranges(mask, has_positions) == (len(built.ranges) if built.exact else None)

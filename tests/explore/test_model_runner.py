@@ -11,9 +11,9 @@ import torch
 import foci
 from foci.capture import model_loading
 from foci.cli import main
-from foci.explore import models
+from foci.explore import model_runner
 from foci.explore.jobs import Job
-from foci.explore.models import ModelRunner, decode_image
+from foci.explore.model_runner import ModelRunner, decode_image
 from foci.explore.server import serve
 
 transformers = pytest.importorskip("transformers")
@@ -33,7 +33,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", f"or a model that ships ({', '.join(model_loading.list_shipped_models())}), got an empty name"),
+        ("", f"or a pretrained model ({', '.join(model_loading.list_pretrained_by_input())}), got an empty name"),
         ("~/nowhere", "nowhere: no such path"),
         ("/" + "x" * 300, "x: no such path"),
         ("a b", "Repo id must use alphanumeric chars"),
@@ -63,7 +63,7 @@ def test_an_unknown_name_is_refused_after_one_request(monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     for ask in (
         lambda: ModelRunner().record_text("no/such", "x", Job()),
-        lambda: models.load_image_model("no/such", "cpu"),
+        lambda: model_runner.load_image_model("no/such", "cpu"),
     ):
         with pytest.raises(ValueError, match=r"got 'no/such': it is not on this machine, and .* \(no such host\)$"):
             ask()
@@ -80,7 +80,7 @@ def test_remote_code_is_not_run(vision: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     for load in (
         lambda: model_loading.load_text_model(str(folder)),
-        lambda: models.load_image_model(str(folder), "cpu"),
+        lambda: model_runner.load_image_model(str(folder), "cpu"),
     ):
         with pytest.raises(ValueError, match="contains custom code"):
             load()
@@ -96,7 +96,7 @@ def test_a_damaged_model_gives_a_one_line_error(vision: Path, tmp_path: Path) ->
     shutil.copytree(vision, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ValueError, match=r"^model must be a model that takes images, got [^\n]+$"):
-        models.load_image_model(str(tmp_path), "cpu")
+        model_runner.load_image_model(str(tmp_path), "cpu")
 
 
 def test_a_model_with_another_input_kind_is_refused(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_model_with_another_input_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^the file must be a WAV, FLAC or OGG file, got a text file$"):
         runner.record_sound("speech", b"nonsense", Job())
     with pytest.raises(ValueError, match=r"such as speech, got 'untrained vectors'$"):
-        runner.record_sound(models.UNTRAINED, b"", Job())
+        runner.record_sound(model_runner.UNTRAINED, b"", Job())
 
 
 def test_an_invalid_image_is_refused() -> None:
@@ -123,12 +123,12 @@ def test_an_invalid_image_is_refused() -> None:
         decode_image(b"nonsense")
 
 
-def test_shipped_models_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretrained_models_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vision", "generation"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
     monkeypatch.setattr("foci.models.MODELS_DIRECTORY", tmp_path)
-    assert model_loading.list_shipped_models() == ["generation", "vision"]
+    assert model_loading.list_pretrained_by_input() == ["generation", "vision"]
     assert model_loading.locate_model(None) == model_loading.locate_model("generation") == str(tmp_path / "generation")
     assert model_loading.locate_model("vision") == str(tmp_path / "vision")
 
@@ -162,7 +162,7 @@ def test_an_unwritable_file_is_refused_before_the_model_runs(
 
 
 @pytest.mark.skipif(
-    "translation" not in model_loading.list_shipped_models(), reason="the translation model does not ship"
+    "translation" not in model_loading.list_pretrained_by_input(), reason="the translation model does not ship"
 )
 def test_a_truncated_text_is_noted() -> None:
     long = "The cat sat on the mat. " * 30

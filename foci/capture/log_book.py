@@ -1,4 +1,4 @@
-"""LayerLogs: the logs of one watch block, which call continues which of them, and the bytes that they keep."""
+"""LogBook: the logs of one watch block, which call continues which of them, and the bytes that they keep."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 
 from torch import Tensor
 
-from foci.capture.generation_steps import CaptureError, count_step_bytes
+from foci.capture.errors import CaptureError
+from foci.capture.generation_steps import count_step_bytes
 from foci.capture.host_copy import TEXT_BATCH_BYTES, HostCopier
 from foci.capture.layer_log import LayerLog, RepeatedStep
 from foci.capture.naming import LayerName
 from foci.capture.pending_statistics import PendingStatistics
 from foci.record.kept import Keep
-from foci.weights.weights import Weights, format_bytes
+from foci.runtime.printable import format_bytes
+from foci.weights.weights import Weights
 
 logger = logging.getLogger("foci.capture")
 
 
-class LayerLogs:
+class LogBook:
     """The logs of a block by the names of their layers.
 
     Args:
