@@ -59,8 +59,8 @@ class Check:
 
     def __init__(self, task: Translation, model: torch.nn.Module, data: Path, out: Path) -> None:
         self.task, self.model, self.data, self.out = task, model, data, out
-        self.train = read_pairs([data / "tatoeba_en_de" / "train.tsv.xz"])
-        self.known = {word for pair in [*self.train, *read_written_pairs()] for word in words(pair.target)}
+        self.train, self.written = read_pairs([data / "tatoeba_en_de" / "train.tsv.xz"]), read_written_pairs()
+        self.known = {word for pair in [*self.train, *self.written] for word in words(pair.target)}
         out.mkdir(parents=True, exist_ok=True)
 
     def translate(self, name: str, sources: Sequence[str]) -> list[str]:
@@ -83,7 +83,7 @@ class Check:
         test = read_pairs([self.data / "tatoeba_en_de" / "test.tsv.xz"])
         answers = self.translate("tatoeba", [pair.source for pair in test])
         yield f"tatoeba test, {len(test):,}: BLEU", f"{bleu(answers, test):.1f}"
-        near = find_near([pair.source for pair in test], [pair.source for pair in self.train])
+        near = find_near([pair.source for pair in test], [pair.source for pair in [*self.train, *self.written]])
         far = [index for index in range(len(test)) if index not in near]
         score = bleu([answers[index] for index in far], [test[index] for index in far])
         yield f"tatoeba test, {len(far):,} unlike any training: BLEU", f"{score:.1f}"
