@@ -46,7 +46,7 @@ BertModel
 Heads
    Rows are layers, columns are heads; below each table its extreme
    head.
-      entropy        first_token    distance       previous_token
+      entropy        first token    distance       previous token
    L0     ████           ░░░░           ████
       min L0H0 0.0   max L0H1 39%   max L0H1 2.6   max L0H1 11%
 

@@ -5,7 +5,7 @@ import { shade } from "./colors.js";
 import { drawRaster } from "./raster.js";
 import { svgSheet, svgText } from "./export.js";
 import { chosenHeads } from "./focus.js";
-import { STACK_TITLES, groupByStack, formatMetric, getMetricLevel, getMetric } from "./picker.js";
+import { STACK_TITLES, groupByStack, formatMetric, getMetricLevel, getMetric, spellMetric } from "./picker.js";
 
 // The smallest and largest side of a thumbnail, and the smallest whose caption has room for a number.
 const [MIN_SIDE, MAX_SIDE, MIN_CAPTION_SIDE] = [46, 96, 68];
@@ -50,7 +50,7 @@ export class HeadsView {
     this.resize();
     this.order.refresh();
     const metric = getMetric(this.store, this.state);
-    this.description.textContent = metric ? `${metric.name}: ${metric.description}` : "";
+    this.description.textContent = metric ? `${spellMetric(metric.name)}: ${metric.description}` : "";
     const built = `${this.state.sorted} ${metric?.name} ${this.state.seq}`;
     if (built !== this.built) {
       this.built = built;

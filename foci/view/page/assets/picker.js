@@ -46,6 +46,11 @@ export function formatMetric(value) {
   return Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2);
 }
 
+// The name of a metric as people read it.
+export function spellMetric(name) {
+  return name.replaceAll("_", " ");
+}
+
 export class Picker {
   constructor(store, state) {
     Object.assign(this, { store, state, cells: new Map() });
@@ -53,7 +58,7 @@ export class Picker {
     this.select = make(
       "select",
       { "aria-label": "Color heads by", onchange: () => state.set({ metric: this.select.value }) },
-      ...metrics.map(({ name }) => make("option", { value: name }, name)),
+      ...metrics.map(({ name }) => make("option", { value: name }, spellMetric(name))),
     );
     this.description = make("p", { class: "note" });
     this.grid = make("div", { class: "headgrid" });
@@ -141,7 +146,7 @@ export class Picker {
       cell.style.backgroundColor = level === null ? "" : shade("from", 0.06 + 0.9 * level);
       cell.setAttribute("aria-pressed", String(chosen.has(one)));
       cell.tabIndex = chosen.has(one) ? 0 : -1;
-      const value = metric ? ` · ${metric.name} ${formatMetric(metric.values[one.layer][one.head])}` : "";
+      const value = metric ? ` · ${spellMetric(metric.name)} ${formatMetric(metric.values[one.layer][one.head])}` : "";
       cell.title = one.name + value;
     }
   }
