@@ -59,7 +59,7 @@ def look(
 
     >>> record = foci.look("Jane is hungry.", "translation", device="cpu")
     >>> record.answer, len(record.heads)
-    ('Jane hat Hunger.', 60)
+    ('Jane hat Hunger.', 68)
 
     An encoder (BERT) reads the text. A causal model (GPT-2) reads it, and `answer` lists the likely next tokens. An
     encoder-decoder (Marian, T5) generates its answer, and the record holds the cross-attention between the two.
