@@ -130,7 +130,8 @@ def write_panel_row(
     widths = [panel.width(cell, page.room - label) for panel in panels]
     pairs = list(zip(panels, widths, strict=True))
     gap = " " * PANEL_GAP
-    page.line(" " * label + gap.join(page.bold(pad_text(panel.title.replace("_", " "), width)) for panel, width in pairs))
+    titles = [pad_text(panel.title.replace("_", " "), width) for panel, width in pairs]
+    page.line(" " * label + gap.join(map(page.bold, titles)))
     for i, name in enumerate(names):
         tables = [format_panel_line(page, panel, panel.values[i], cell, width) for panel, width in pairs]
         page.line(page.label(name, label) + gap.join(tables))
