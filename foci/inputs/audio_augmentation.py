@@ -60,13 +60,13 @@ def pad_or_trim(samples: Tensor, limit: int, generator: torch.Generator | None =
 def stretch_time(frames: Tensor, limit: float, generator: torch.Generator | None = None) -> Tensor:
     """Stretches or squeezes frames in time by up to a factor of `1 + limit`, at the same pitch: (F, M) -> (F', M)."""
     log_limit = math.log1p(limit)
-    return change_tempo(frames, math.exp(sample_uniform(-log_limit, log_limit, generator)))
+    return change_duration(frames, math.exp(sample_uniform(-log_limit, log_limit, generator)))
 
 
-def change_tempo(frames: Tensor, factor: float) -> Tensor:
+def change_duration(frames: Tensor, factor: float) -> Tensor:
     """Makes frames so many times as long, at the same pitch: (F, M) -> (F', M).
 
-    >>> change_tempo(torch.zeros(60, 48), 1.2).shape
+    >>> change_duration(torch.zeros(60, 48), 1.2).shape
     torch.Size([72, 48])
     """
     count = max(round(len(frames) * factor), 1)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Beam, generate
-from foci.inputs.audio_augmentation import change_tempo
+from foci.inputs.audio_augmentation import change_duration
 from foci.inputs.padding import group_by_size, pad_sequences
 from foci.inputs.sample_cache import SampleCache
 from foci.inputs.tables import read_table_rows, read_valid_rows, require_one_path
@@ -269,7 +269,7 @@ class Speech(Task[Recording, str]):
         if not self.settings.tempo:
             return [frames]
         factor = 1.0 + self.settings.tempo
-        return [frames, *(change_tempo(frames, each)[: self.max_size] for each in (factor, 1.0 / factor))]
+        return [frames, *(change_duration(frames, each)[: self.max_size] for each in (factor, 1.0 / factor))]
 
     def transcribe_parts(
         self, model: SpeechEncoder, examples: Sequence[Recording], done: ProgressCallback = ignore_progress

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.inputs.audio_augmentation import change_tempo
+from foci.inputs.audio_augmentation import change_duration
 from foci.nn.speech import SpeechEncoder
 from foci.tasks.speech import Recording, Speech, error_rates
 from foci.tasks.speech_features import (
@@ -263,7 +263,7 @@ def test_scores_are_averaged_over_tempos(learned: Lesson) -> None:
     frames = answering.frames(learned.dev[0])
     with torch.no_grad():
         answers, others = answering.score_words(model, frames)
-        tempos = [frames, change_tempo(frames, 1.25), change_tempo(frames, 0.8)]
+        tempos = [frames, change_duration(frames, 1.25), change_duration(frames, 0.8)]
         expected = torch.stack([answering.score_vocabulary(model, each) for each in tempos]).mean(0)
     assert [len(each) / len(frames) for each in tempos[1:]] == pytest.approx([1.25, 0.8], abs=1 / len(frames))
     torch.testing.assert_close(torch.cat([answers, others]), expected)
